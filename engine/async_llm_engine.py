@@ -189,6 +189,10 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
             RequestFailedError: the core gave up on it.
             EngineDeadError: the core is gone for good.
         """
+        prepared = isinstance(prompt, EngineCoreRequest) and request_id == prompt.request_id
+        if prepared and not (positional or older or trace_headers):  # nothing is to be resolved
+            ready = cast(EngineCoreRequest, prompt)
+            return RequestStream(self._reader, ready.request_id, partial(self._send, ready))
         slots = (None, lora_request, tokenization_kwargs, trace_headers, priority, prompt_text)
         return self._stream(resolve_generate(prompt, sampling_params, request_id, positional, slots, older))
 
@@ -332,10 +336,6 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
 
     def _stream(self, call: Call) -> RequestStream:
         return RequestStream(self._reader, call["request_id"], partial(self._add, call))
-
-    def stream_of(self, request: EngineCoreRequest) -> RequestStream:
-        """`generate` of a prepared request as it is, in less time: for the HTTP server."""
-        return RequestStream(self._reader, request.request_id, partial(self._send, request))
 
     async def _add(self, call: Call) -> RequestState:
         self._enter()

@@ -105,7 +105,7 @@ class ChatApi:
                 lora=lora,
                 own_params=True,
             )
-            return engine.stream_of(ready), reading
+            return engine.generate(ready, request_id=talk_id), reading
 
         stream, reading = await made(request, make, engine.engine_core.model.encoder_input)
         await stream.begin()

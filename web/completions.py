@@ -120,7 +120,7 @@ class CompletionApi:
         streams = []
         try:
             for one in ready:
-                streams.append(engine.stream_of(one))
+                streams.append(engine.generate(one, request_id=one.request_id))
                 await streams[-1].begin()
         except BaseException:
             for stream in streams:
