@@ -90,9 +90,15 @@ class ChatApi:
             count = (body.top_logprobs or 0) if body.logprobs else None
             params = sampling_params(engine, body, max_tokens=limit, logprobs=count, **more)
             if isinstance(prompt, dict) and "multi_modal_data" in prompt:
-                own = {"tokenization_kwargs": tokenization, "trace_headers": self._service.traced(engine, request)}
-                # its media are prepared first, which takes time
-                stream = engine.generate(prompt, params, talk_id, lora_request=lora, priority=body.priority, **own)
+                stream = engine.generate(
+                    prompt,  # its media are prepared first, which takes time
+                    params,
+                    talk_id,
+                    lora_request=lora,
+                    priority=body.priority,
+                    tokenization_kwargs=tokenization,
+                    trace_headers=self._service.traced(engine, request),
+                )
                 return stream, reading
             ready = self._service.prepared(
                 engine,

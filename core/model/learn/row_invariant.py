@@ -208,7 +208,7 @@ def route_products(modules: Iterable[nn.Module], linear: Function) -> None:
         if is_plain_linear(module):
             module.forward = routed(module, linear)  # type: ignore[arg-type]
         elif type(module) is Conv1D:
-            module.forward = _routed_conv(module, linear)
+            module.forward = _routed_conv(module, linear)  # type: ignore[method-assign]
         elif isinstance(module, nn.Linear) and not _has_forward(module):
             module.forward = _inside(partial(RoutedProducts, linear), module.forward)  # type: ignore[method-assign]
 
