@@ -189,10 +189,9 @@ class AsyncLLMEngine(AsyncEngineMethods, Frontend["AsyncClient"]):
             RequestFailedError: the core gave up on it.
             EngineDeadError: the core is gone for good.
         """
-        prepared = isinstance(prompt, EngineCoreRequest) and request_id == prompt.request_id
-        if prepared and not (positional or older or trace_headers):  # nothing is to be resolved
-            ready = cast(EngineCoreRequest, prompt)
-            return RequestStream(self._reader, ready.request_id, partial(self._send, ready))
+        more = positional or older or trace_headers
+        if isinstance(prompt, EngineCoreRequest) and prompt.request_id == request_id and not more:  # nothing to resolve
+            return RequestStream(self._reader, request_id, partial(self._send, prompt))
         slots = (None, lora_request, tokenization_kwargs, trace_headers, priority, prompt_text)
         return self._stream(resolve_generate(prompt, sampling_params, request_id, positional, slots, older))
 

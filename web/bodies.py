@@ -138,7 +138,7 @@ def sampling_params(engine: AsyncLLMEngine, body: GenerateBody, **more: Any) -> 
     values = {**usual, **given}
     if all(type(value) in _CHECKED_ONCE for value in values.values()):
         found = copy.copy(_checked(**values))  # to check them all takes as long as to encode a prompt
-        found.stop, found.stop_token_ids = [], []
+        found.stop, found.stop_token_ids = [], []  # lists of its own
         return found
     return SamplingParams(**values)
 

@@ -17,13 +17,13 @@ MAX_HEADERS = 200
 HEADER_SECONDS = 20.0  # from the first connection until the header has come
 PIECE_BYTES, BODY_PIECE_BYTES = 4 << 10, 64 << 10  # of what has come, parsed before other connections have their turn
 PARSE_SECONDS = 0.0005  # of each round of the event loop, because what is parsed starts requests
-CLOSED_AT_ONCE, CLOSE_SECONDS = 4, 0.001  # connections, and the time until the next ones; to close one takes as long as
-# to send a token, and the engine's core needs the processor, too
+CLOSED_AT_ONCE = 4  # connections that clients have ended; to close one takes as long as to send a token
+CLOSE_SECONDS = 0.001  # until the next ones are closed: the engine's core needs the processor, too
 
 
 class _Rounds:
     """What a round of the event loop may parse and close. Hundreds of connections can bring something, or end, in the
-    same round, and all streams would wait for that: some of the connections have their turn in the next rounds."""
+    same round, and all streams would wait for that: some of the connections have their turn later."""
 
     def __init__(self) -> None:
         self._until = 0.0  # when this round has parsed enough; 0: it has not begun to

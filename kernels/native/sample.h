@@ -310,9 +310,8 @@ struct Scoring {
     int32_t* rank;
 };
 
-// `is_largest`: no token is likelier than the row's.
 template <class T>
-inline void score_row(const T* logits, int64_t vocab, int64_t token, const Scoring& to, bool is_largest = false) {
+inline void score_row(const T* logits, int64_t vocab, int64_t token, const Scoring& to) {
     using Scored = std::pair<float, int32_t>;
     const auto likelier = [](const Scored& a, const Scored& b) {
         return a.first > b.first || (a.first == b.first && a.second < b.second);
@@ -321,14 +320,8 @@ inline void score_row(const T* logits, int64_t vocab, int64_t token, const Scori
         if (vocab - i >= LANES) return load(logits + i);
         return where_less(ramp(), iset(int(vocab - i)), load_n(logits + i, int(vocab - i)), set(-INFINITE));
     };
-    float lanes[LANES];
     F32 most = set(-INFINITE);
-    if (is_largest) {
-        store(lanes, chunk(token / LANES * LANES));
-        most = set(lanes[token % LANES]);
-    } else {
-        for (int64_t i = 0; i < vocab; i += LANES) most = max(chunk(i), most);
-    }
+    for (int64_t i = 0; i < vocab; i += LANES) most = max(chunk(i), most);
     const F32 peak = set(largest(most));
     double mass = 0;
     for (int64_t begin = 0; begin < vocab; begin += 64 * LANES) {
@@ -339,6 +332,7 @@ inline void score_row(const T* logits, int64_t vocab, int64_t token, const Scori
     }
     const F32 total = set(float(std::log(mass)));
     const auto logprob = [&](int64_t i) { return sub(sub(chunk(i), peak), total); };
+    float lanes[LANES];
     store(lanes, logprob(token / LANES * LANES));
     const float own = lanes[token % LANES];
     std::vector<Scored> best;  // a heap, the least likely first
@@ -435,20 +429,17 @@ class Choosing {
         if (scoring_of_[row] < 0) return;
         with_dtype(c_.logits_dtype, [&](auto t) {
             const auto* logits = (const decltype(t)*)c_.logits + row * c_.logits_stride;
-            const bool is_largest = c_.scores == c_.logits && is_plain(row);
-            score_row(logits, c_.vocab, chosen_[row], c_.scored[scoring_of_[row]], is_largest);
+            score_row(logits, c_.vocab, chosen_[row], c_.scored[scoring_of_[row]]);
         });
     }
 
   private:
     bool is_sampled(int64_t row) const { return c_.sampled && c_.sampled[row]; }
-    // Whether the largest score is chosen as it is.
-    bool is_plain(int64_t row) const { return !is_sampled(row) && mask_of_[row] < 0 && penalties_of_[row] < 0; }
 
     template <class T>
     int64_t choose_one(int64_t row, const T* scores) const {
         const int64_t mask = mask_of_[row], i = penalties_of_[row];
-        if (is_plain(row)) return largest_of(scores, c_.vocab);
+        if (!is_sampled(row) && mask < 0 && i < 0) return largest_of(scores, c_.vocab);
         Row copy(scores, c_.vocab);
         if (mask >= 0) copy.forbid(c_.masks + mask * ((c_.vocab + 31) / 32));
         if (i >= 0) copy.penalize(c_.counts + c_.at[i] * c_.vocab, c_.penalties[i]);
