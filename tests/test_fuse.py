@@ -26,6 +26,7 @@ from mainspring.core.model.learn.row_invariant import (
     make_row_invariant,
     route_products,
     stray_products,
+    turn_weights,
 )
 from mainspring.core.model.load.parameters import ParameterMap
 from mainspring.core.model.run.fused import FusedMLP, FusedRMSNorm, JoinedProjections, ProjectionPart
@@ -431,6 +432,7 @@ def test_on_a_cpu_layers_that_fusing_left_alone_are_computed_by_the_backend(name
             return super().linear(x, weight, bias)
 
     before = logits_of(model, token_ids(24))
+    turn_weights(model.modules())
     isolate_rows(model, Seen())
     weights.clear()
     after = logits_of(model, token_ids(24))

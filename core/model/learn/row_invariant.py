@@ -213,6 +213,13 @@ def route_products(modules: Iterable[nn.Module], linear: Function) -> None:
             module.forward = _inside(partial(RoutedProducts, linear), module.forward)  # type: ignore[method-assign]
 
 
+def turn_weights(modules: Iterable[nn.Module]) -> None:
+    """Let weights of GPT-2's kind lie in memory as a backend reads them. They keep their shape, ``[in, out]``."""
+    for module in modules:
+        if type(module) is Conv1D:
+            module.weight.data = module.weight.data.t().contiguous().t()
+
+
 def _has_forward(module: nn.Linear) -> bool:
     """Whether fusing or ranks gave a plain layer another forward, which calls a backend."""
     return type(module).forward is nn.Linear.forward and "forward" in vars(module)
@@ -232,10 +239,7 @@ def routed(module: nn.Linear, linear: Function) -> Function:
 
 
 def _routed_conv(module: Conv1D, linear: Function) -> Function:
-    """A forward of this layer of GPT-2's kind, a linear layer whose weight is ``[in, out]``. On a CPU it keeps this
-    shape, but lies in memory as the backend reads it."""
-    if module.weight.device.type == "cpu":
-        module.weight.data = module.weight.data.t().contiguous().t()
+    """A forward of this layer of GPT-2's kind, a linear layer whose weight is ``[in, out]``."""
     return lambda x: linear(x, module.weight.t(), module.bias)
 
 

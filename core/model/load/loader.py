@@ -47,7 +47,7 @@ from ..learn.index_probe import learn_indexers
 from ..learn.latent_probe import learn_latents
 from ..learn.own_probe import learn_attention
 from ..learn.recurrent_probe import learn_states
-from ..learn.row_invariant import RoutedProducts, check_rows, isolate_rows
+from ..learn.row_invariant import RoutedProducts, check_rows, isolate_rows, turn_weights
 from ..learn.verify import verify
 from ..media.encoder_decoder import decoder_of
 from ..media.merge import Merger, merger_of
@@ -198,6 +198,8 @@ def page(
             kept, decisions = decisions, decisions.find(model, backend)
         fused = _fused(model, backend, decisions, "" if merges is None else merges.layered)
         notes += [*no_media, *fused.lines()]
+        if streamed is None and model.device.type == "cpu":
+            turn_weights(model.modules())
         notes += isolate_rows(model, backend)
         paged = PagedModel(model, calls, fused, notes, merges)
         if streamed is not None:
