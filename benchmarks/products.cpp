@@ -2,7 +2,7 @@
 //   g++ -std=c++17 -O3 -march=native -pthread benchmarks/products.cpp -o products && ./products
 //   HUGEPAGES=1 ./products bench [threads] [kinds, of bf16 int8 int4 fp32 fp16]
 // With -mavx2 -mfma -mf16c in place of -march=native it uses the AVX2 path, with -mno-avx512bf16 behind -march=native the
-// one for AVX-512 without bf16.
+// one for AVX-512 without bf16, with -mno-amx-bf16 the one for AVX-512 with bf16.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -279,6 +279,9 @@ static void check_bits(unsigned seed) {
 int bench(int num_threads, const std::string& kinds);
 
 int main(int argc, char** argv) {
+#if MAINSPRING_AMX
+    if (!allow_tiles()) return std::puts("the system does not allow AMX"), 1;
+#endif
     if (argc > 1 && !std::strcmp(argv[1], "bench")) return bench(argc > 2 ? std::atoi(argv[2]) : 2, argc > 3 ? argv[3] : "bf16 int8 int4 fp32 fp16");
     const unsigned seed = argc > 1 ? std::atoi(argv[1]) : 1;
     std::printf("seed %u\n", seed);

@@ -1,8 +1,8 @@
 // Paged attention for any mix of decode and prefill, on the plan of attention_plan.h.
 //
-// For each tile of 64 keys, each KV head, and all query rows that see them, six rows at a time: scores = rows x keys,
-// weights = 2^(score - largest so far), sums = sums x 2^(old - new largest) + weights x values (the online softmax of Milakov
-// & Gimelshein 2018). A tile's keys are packed once for all its rows, its values where that pays (attention_tiles.h).
+// For each tile of 64 keys, each KV head, and all query rows that see them, six rows at a time (with AMX sixteen): scores =
+// rows x keys, weights = 2^(score - largest so far), sums = sums x 2^(old - new largest) + weights x values (the online
+// softmax of Milakov & Gimelshein 2018). A tile's keys are packed once for all its rows, its values where that pays (attention_tiles.h).
 //
 // Clockwork: what happens to a row is a chain of operations on it alone, in the order of the tiles. A hidden key's weight
 // is an exact 0, and tiles that a row does not see are left out. So it does not matter which rows share a unit, and a
@@ -80,6 +80,7 @@ class Attention {
 
   private:
     using Of = Source<Math, Cache>;
+    static constexpr int BLOCK_ROWS = Math::BLOCK_ROWS;
     struct Tile {  // keys [first, count) are those that somebody may see
         int first, count;
         int64_t keys[TILE / RUN] = {}, values[TILE / RUN] = {};  // where its runs lie, less the head; others lie anywhere
@@ -93,6 +94,7 @@ class Attention {
             rows * query_stride_,
             BLOCK_ROWS * TILE,  // scores
             BLOCK_ROWS * TILE,  // weights
+            Math::TILES ? BLOCK_ROWS * columns_ : 0,  // weighted values of a tile
             rows * columns_,  // sums of a range
             rows * columns_,  // sums of all ranges so far
             rows * LANES,  // sums of weights, lane by lane
@@ -109,7 +111,7 @@ class Attention {
             return here;
         };
         keys_ = (uint32_t*)next(), values_ = (uint32_t*)next(), query_ = (uint32_t*)next();
-        scores_ = next(), weights_ = (uint32_t*)next();
+        scores_ = next(), weights_ = (uint32_t*)next(), weighted_ = next();
         sums_ = next(), all_sums_ = next(), weight_lanes_ = next();
         largest_ = next(), all_largest_ = next(), all_weights_ = next();
         zeros_ = next();
@@ -154,7 +156,7 @@ class Attention {
                 };
                 ahead_.turn_to(value_, now.first, now.count, spec_.value_dim);
                 pack_keys<Math>(key_, now.first, now.count, spec_.key_dim, keys_, ahead_);
-                const bool packed = Of::WIDENS && (to - from) * group > MOST_DIRECT_ROWS;
+                const bool packed = Math::TILES || (Of::WIDENS && (to - from) * group > MOST_DIRECT_ROWS);
                 if (packed) {
                     turn_to_next_keys();
                     pack_values<Math>(
@@ -263,10 +265,16 @@ class Attention {
     void score_quarters(const Unit& unit, int64_t start, int64_t base, int64_t row, int rows) {
         constexpr int VECTORS = QUARTERS * (TILE / 4 / LANES), ALL_VECTORS = TILE / LANES;
         const int64_t at = base + row;
-        product<Math, Of::PARTS>(
-            rows, query_ + at * query_stride_, query_stride_, keys_, TILE, key_dwords_, scores_, TILE, VECTORS, nullptr,
-            ahead_
-        );
+        const uint32_t* query = query_ + at * query_stride_;
+#if MAINSPRING_AMX
+        if constexpr (Math::TILES) {
+            shape_.set(rows, rows);
+            tile_product<QUARTERS>(query, query_stride_, keys_, TILE, 0, int(query_stride_ / PAIRS), scores_, TILE);
+        } else
+#endif
+            product<Math, Of::PARTS>(
+                rows, query, query_stride_, keys_, TILE, key_dwords_, scores_, TILE, VECTORS, nullptr, ahead_
+            );
         // Scores count in powers of two: those of a row are its products times this.
         float unit_of_score = spec_.scale * LOG2_E;
         if (spec_.softcap != 0) {
@@ -308,6 +316,21 @@ class Attention {
     // Its weights meet the tile's values [first, count).
     void weigh(int64_t at, int rows, int first, int count, bool packed) {
         float* sums = sums_ + at * columns_;
+#if MAINSPRING_AMX
+        if constexpr (Math::TILES) {
+            const int begin = first / TILE_K, end = (count + TILE_K - 1) / TILE_K;
+            int64_t d = 0;
+            for (; d + 64 <= columns_; d += 64)
+                tile_product<4>(weights_, TILE, values_ + d, columns_, begin, end, weighted_ + d, columns_);
+            if (d < columns_) tile_product<2>(weights_, TILE, values_ + d, columns_, begin, end, weighted_ + d, columns_);
+            for (int r = 0; r < rows; ++r)
+                for (d = 0; d < columns_; d += LANES) {
+                    float* sum = sums + r * columns_ + d;
+                    store(sum, fma(load(sum), set(keep_[r]), load(weighted_ + r * columns_ + d)));
+                }
+            return;
+        }
+#endif
         if (packed) {
             constexpr int STEP = Math::PER_STEP;
             const int begin = first / STEP, steps = (count + STEP - 1) / STEP - begin;
@@ -421,10 +444,13 @@ class Attention {
     const Spec& spec_;
     int64_t key_dwords_, query_stride_, columns_, row_floats_, longest_;
     Ahead ahead_;
+#if MAINSPRING_AMX
+    TileShape shape_;
+#endif
     Rows<Cache> key_, value_;
     float keep_[BLOCK_ROWS];
     uint32_t *keys_, *values_, *query_, *weights_;
-    float *scores_, *sums_, *all_sums_, *weight_lanes_, *largest_, *all_largest_, *all_weights_, *zeros_;
+    float *scores_, *weighted_, *sums_, *all_sums_, *weight_lanes_, *largest_, *all_largest_, *all_weights_, *zeros_;
 };
 
 template <class Math, class Cache>

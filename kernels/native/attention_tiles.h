@@ -5,6 +5,8 @@
 // dimension, straight from the cache; where that means widening and there are many rows, values are packed first. Each
 // result is one chain of sums, over the dimension or over the keys, in ascending order, whichever way its factors came.
 //
+// With AMX both are products of tiles, up to 16 rows and 16 keys or columns at a time, and values are always packed.
+//
 // Two kinds of arithmetic: pairs of bf16 with VDPBF16PS, where queries are bf16 and the cache is bf16 or fp8 (which is
 // exact in bf16), weights rounded to bf16: twice the products of fp32 an instruction, and no widening. Else fp32; a cache
 // of bf16 is then transposed in pairs, and a shift or a mask makes fp32 of half a pair.
@@ -13,6 +15,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "amx.h"
 #include "attention_plan.h"
 #include "dtypes.h"
 
@@ -20,7 +23,6 @@
 
 namespace mainspring {
 
-constexpr int BLOCK_ROWS = 6;
 constexpr int MOST_DIRECT_ROWS = 4;  // so few that packing values would cost more than it saves
 
 constexpr int64_t up_to_multiple(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
@@ -68,7 +70,8 @@ class Ahead {
 
 // `step` adds to each lane one term (fp32) or two (bf16), from 32 bits of either factor.
 struct Fp32Math {
-    static constexpr int PER_STEP = 1;
+    static constexpr bool TILES = false;  // of AMX
+    static constexpr int PER_STEP = 1, BLOCK_ROWS = 6;
     static F32 step(F32 sum, I32 a, I32 b) { return fma(from_bits(a), from_bits(b), sum); }
     static F32 exp2_of(F32 x) { return exp2(x); }
     static void store_weights(uint32_t* row, const F32* weights, int vectors) {
@@ -97,7 +100,13 @@ inline I32 load_pairs(const bf16* p, int64_t i, int64_t n) {
 }
 #if MAINSPRING_BF16_ATTENTION
 struct Bf16Math {
-    static constexpr int PER_STEP = 2;
+#if MAINSPRING_AMX
+    static constexpr bool TILES = true;
+    static constexpr int PER_STEP = 2, BLOCK_ROWS = TILE_ROWS;
+#else
+    static constexpr bool TILES = false;
+    static constexpr int PER_STEP = 2, BLOCK_ROWS = 6;
+#endif
     static F32 step(F32 sum, I32 a, I32 b) { return dot_bf16(sum, a, b); }
     static F32 exp2_of(F32 x) { return exp2_coarse(x); }
     static void store_weights(uint32_t* row, const F32* weights, int vectors) {
@@ -203,7 +212,7 @@ MAINSPRING_NOINLINE void pack_keys(
     using S = Source<Math, T>;
     // In about the share that this has of the time until the values' turn.
     constexpr int LINES = LANES * S::ELEMENTS * int(sizeof(T)) / 64;
-    constexpr int ASKED = std::max(1, LANES == 16 ? LINES * 3 / 4 : LINES / 2);
+    constexpr int ASKED = std::max(1, Math::TILES ? LINES : LANES == 16 ? LINES * 3 / 4 : LINES / 2);
     for (unsigned column = first / LANES * LANES; column < unsigned(count); column += LANES) {
         int32_t* to = (int32_t*)packed + column;
         for (int64_t d = 0; d < dim; d += S::ELEMENTS, to += LANES * TILE) {
@@ -283,7 +292,7 @@ MAINSPRING_NOINLINE void product(
     int rows, const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row, int64_t dwords, float* c, int64_t c_row,
     int columns, const float* keep, Ahead& ahead
 ) {
-    with_rows<BLOCK_ROWS>(rows, [&](auto n) {
+    with_rows<Math::BLOCK_ROWS>(rows, [&](auto n) {
         constexpr int COLUMNS = LANES == 16 ? 4 : n.value == 1 ? 8 : n.value == 2 ? 4 : 2;
         product_rows<Math, PARTS, n.value, COLUMNS>(a, a_row, b, b_row, dwords, c, c_row, columns, keep, ahead);
     });
@@ -304,8 +313,15 @@ inline void pack_values(
             S::columns(row, other, d, dim, vectors);
             for (int j = 0; j < S::ELEMENTS / LANES; ++j)
                 istore((int32_t*)packed + k / Math::PER_STEP * columns + d + j * LANES, vectors[j]);
-            ahead.ask<1>();
+            ahead.ask<Math::TILES ? 2 : 1>();
         }
+    }
+    if constexpr (Math::TILES) {  // products are of whole chunks of keys
+        const auto clear = [&](int64_t from, int64_t to) {
+            if (from < to) std::memset(packed + from * columns, 0, (to - from) * columns * sizeof(*packed));
+        };
+        clear(first / TILE_K * PAIRS, first / 2);
+        clear((count + 1) / 2, up_to_multiple((count + 1) / 2, PAIRS));
     }
 }
 
@@ -365,6 +381,35 @@ MAINSPRING_NOINLINE void weigh_directly(
     constexpr int LOADS = FIT >= 8 && LANES == 8 ? 8 : FIT >= 4 ? 4 : FIT >= 2 ? 2 : 1;
     weigh_columns<Math, ROWS, LOADS>(weights, values, first, count, 0, dim, zeros, sums, sums_row, keep, ahead);
 }
+
+// ---------------------------------------------------------------- both by tiles of AMX
+
+#if MAINSPRING_AMX
+// c[row][:] = sum over chunks [begin, end) of a[row] * b, of NUM times 16 columns. a: [rows] of dwords, 16 in a chunk; b:
+// [dwords][columns]; rows lie `a_row`, `b_row` and `c_row` dwords apart. The shape: as many rows above as below.
+template <int NUM>
+inline void tile_product(
+    const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row, int begin, int end, float* c, int64_t c_row
+) {
+    tile_zero<C00>();
+    if constexpr (NUM > 1) tile_zero<C01>();
+    if constexpr (NUM > 2) tile_zero<C10>();
+    if constexpr (NUM > 3) tile_zero<C11>();
+    for (int chunk = begin; chunk < end; ++chunk) {
+        const uint32_t* of_b = b + chunk * PAIRS * b_row;
+        tile_load<A0>(a + chunk * PAIRS, a_row * 4);
+        tile_load<B0>(of_b, b_row * 4);
+        tile_multiply<C00, A0, B0>();
+        if constexpr (NUM > 1) tile_load<B1>(of_b + 16, b_row * 4), tile_multiply<C01, A0, B1>();
+        if constexpr (NUM > 2) tile_load<B0>(of_b + 32, b_row * 4), tile_multiply<C10, A0, B0>();
+        if constexpr (NUM > 3) tile_load<B1>(of_b + 48, b_row * 4), tile_multiply<C11, A0, B1>();
+    }
+    tile_store<C00>(c, c_row * 4);
+    if constexpr (NUM > 1) tile_store<C01>(c + 16, c_row * 4);
+    if constexpr (NUM > 2) tile_store<C10>(c + 32, c_row * 4);
+    if constexpr (NUM > 3) tile_store<C11>(c + 48, c_row * 4);
+}
+#endif
 
 }  // namespace mainspring
 

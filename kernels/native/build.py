@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ OPENMP_RUNTIMES = ("libgomp", "libomp", "libiomp5")
 
 
 def _flags(needs: Sequence[str]) -> tuple[str, ...]:
-    return tuple("-m" + name.replace("_", "") for name in needs)
+    return tuple("-m" + name.replace("_", "-" if name.startswith("amx") else "") for name in needs)
 
 
 class Level(NamedTuple):
@@ -65,8 +66,10 @@ _AVX2 = ("avx2", "fma", "f16c", "bmi2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _AVX512_BF16 = (*_AVX512, "avx512_bf16")
 _WIDE = "-mprefer-vector-width=512"
-_OPTIONAL = {"avx512": "avx512_vnni", "avx2": "avx_vnni"}  # used where they are, by levels whose names begin so
+_AMX = (*_AVX512_BF16, "amx_tile", "amx_bf16")
+_OPTIONAL = {"amx": "avx512_vnni", "avx512": "avx512_vnni", "avx2": "avx_vnni"}  # used where they are, by levels whose names begin so
 LEVELS = (
+    Level("amx", _AMX, (*_flags(_AMX), _WIDE)),
     Level("avx512_bf16", _AVX512_BF16, (*_flags(_AVX512_BF16), _WIDE)),
     Level("avx512", _AVX512, (*_flags(_AVX512), _WIDE)),
     Level("avx2", _AVX2, _flags(_AVX2)),
@@ -75,6 +78,7 @@ LEVELS = (
 )
 """The best of each kind of processor first."""
 _COMMON = (
+    ("amx", "avx512_vnni"),
     ("avx512_bf16", "avx512_vnni"),
     ("avx512", "avx512_vnni"),
     ("avx512", ""),
@@ -96,10 +100,23 @@ def load(level: str | None = None) -> ctypes.CDLL:
     """The native library, compiled first if need be. `level` names one of `LEVELS`; None: MAINSPRING_NATIVE_LEVEL, or
     the best this processor has.
 
+    A compiler may be too old for the best level; then one of the next is used.
+
     Raises:
         BackendUnavailableError: no compiler, a processor the kernels are not written for, or a failed build.
     """
-    return _load(build(choose_level(level)))
+    chosen = choose_level(level)
+    try:
+        return _load(build(chosen))
+    except BackendUnavailableError as error:
+        if level or os.environ.get("MAINSPRING_NATIVE_LEVEL"):
+            raise
+        for other in _usable()[1:]:
+            with suppress(BackendUnavailableError):
+                library = _load(build(other))
+                logger.warning("the kernels for %s, which serve in place of %s: %s", other.name, chosen.name, error)
+                return library
+        raise
 
 
 @functools.cache
@@ -130,16 +147,34 @@ def choose_level(name: str | None = None) -> Level:
     if name and not named:
         known = ", ".join(level.name for level in LEVELS)
         raise BackendUnavailableError(f"MAINSPRING_NATIVE_LEVEL is {name!r}; it must be one of {known}")
-    for level in named or LEVELS:
-        missing = [flag for flag in level.needs if flag not in cpu_features()]
-        if not missing:
-            return level
-        if named:
-            raise BackendUnavailableError(f"the native level {name} needs {', '.join(missing)}; this processor has not")
+    if usable := _usable(named or LEVELS):
+        return usable[0]
+    if named:
+        missing = [flag for flag in named[0].needs if flag not in cpu_features()]
+        raise BackendUnavailableError(
+            f"the native level {name} needs {', '.join(missing)}; this processor has not"
+            if missing
+            else f"the native level {name} needs registers that the system does not allow"
+        )
     raise BackendUnavailableError(
         "the native kernels need a processor with AVX2 and FMA, or with NEON, on Linux; this is "
         f"{platform.machine()} on {platform.system()}"
     )
+
+
+def _usable(levels: Sequence[Level] = LEVELS) -> list[Level]:
+    """Those of `levels` that this processor can run and its system allows."""
+    return [
+        level for level in levels if cpu_features().issuperset(level.needs) and (level.name != "amx" or _allow_tiles())
+    ]
+
+
+@functools.cache
+def _allow_tiles() -> bool:
+    """Ask the system for AMX's registers, for all threads of this process. An old kernel has no such call, and a
+    sandbox may refuse it."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 @functools.cache

@@ -41,7 +41,12 @@ constexpr int GATE = PANEL / 2;           // columns of gate, then as many of up
 // Steps in a block of K: a block of a panel takes at most 256 KiB, a quarter of Zen 5's L2; or 64 KiB, an eighth of Zen 3's.
 constexpr int STEPS_PER_BLOCK = LANES == 16 ? 2048 : 512;
 constexpr int AHEAD = 8192;               // bytes: covers the latency of memory at its full speed
-constexpr size_t X_BLOCK_BYTES = 384 << 10;  // of packed x, beside this panel and the next
+// Of packed x, beside this panel and the next.
+#if MAINSPRING_AMX
+constexpr size_t X_BLOCK_BYTES = 1 << 20;  // every processor that has it has 2 MiB of L2
+#else
+constexpr size_t X_BLOCK_BYTES = 384 << 10;
+#endif
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -214,7 +219,7 @@ struct Tiles {
     Tiles(int rows, int max_rows) : rows(rows), count(ceil_div(rows, max_rows)) {
         // A tile of more than 8 rows multiplies too long at each step for the processor to look far ahead, and waits for
         // memory although it fetches early. The second of two tiles gives the first time to fetch (a quarter faster).
-        if (count == 1 && rows > 8) count = 2;
+        if (count == 1 && rows > 8 && max_rows <= 16) count = 2;
     }
     int begin(int tile) const { return share(rows, tile, count); }
     int of(int row) const {
@@ -454,6 +459,12 @@ struct Packed {
         }
     }
 };
+
+#if MAINSPRING_AMX
+}  // namespace mainspring
+#include "linear_amx.h"
+namespace mainspring {
+#endif
 
 // ---------------------------------------------------------------- int8 and 4-bit weights
 

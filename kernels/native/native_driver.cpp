@@ -349,6 +349,9 @@ void recurrence(Form form, Dtype dtype, int64_t K, int64_t V, bool whole_norm, c
 }  // namespace
 
 int main() {
+#if MAINSPRING_AMX
+    if (!allow_tiles()) return std::puts("the system does not allow AMX"), 1;
+#endif
     const Dtype dtypes[] = {Dtype::fp32, Dtype::bf16, Dtype::fp16, Dtype::fp8};
     for (int threads : {1, 3}) {
         for (Dtype cache : dtypes)

@@ -25,6 +25,9 @@
 #if defined(__AVX512VNNI__)
 #define MAINSPRING_VNNI 1  // VPDPBUSD
 #endif
+#if defined(__AVX512BF16__) && defined(__AMX_BF16__)
+#define MAINSPRING_AMX 1
+#endif
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define MAINSPRING_AVX2 1
 #elif !defined(__aarch64__)

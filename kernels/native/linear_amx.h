@@ -1,0 +1,121 @@
+// A weight of bf16 on a processor with AMX; part of linear.h. Panels and packed x lie in memory as always: a line of packed
+// rows is a tile of A, and 16 steps of a panel are two tiles of B.
+#pragma once
+
+#include "amx.h"
+
+namespace mainspring {
+
+template <>
+struct Packed<bf16> {
+    static constexpr int MAX_ROWS = 2 * TILE_ROWS;
+    static constexpr int PANELS_AT_A_TIME = 1;
+    static constexpr int ALONE = 32768;
+    static constexpr int STEP_BYTES = 4 * PANEL, CHUNK_BYTES = PAIRS * STEP_BYTES;  // a chunk: TILE_K values of K
+    // Chunks in a block of K. Those of a panel take a third of L1, where they stay while tiles of x come from L2: a core
+    // multiplies twice as fast as L2 could give it both.
+    static constexpr int CHUNKS_PER_BLOCK = 8;
+
+    const bf16* data;  // as pack_panel left it
+    int N, K;
+
+    int chunks() const { return ceil_div(K, TILE_K); }
+    size_t row_bytes() const { return (size_t)chunks() * 64; }
+    size_t row_bytes_at_a_time() const { return row_bytes(); }
+    bool keeps_sums() const { return chunks() > CHUNKS_PER_BLOCK || K % TILE_K; }
+    size_t sums_bytes(int rows) const { return (keeps_sums() ? rows : MAX_ROWS) * PANEL * sizeof(float); }
+    size_t piece_bytes() const { return std::min(chunks(), CHUNKS_PER_BLOCK) * CHUNK_BYTES; }
+
+    template <class X>
+    void pack(const X* x, char* tile, int rows, int r) const {
+        pack_row<Bf16Dot>(x, K, tile, rows, r);
+    }
+
+    template <class Done>
+    void multiply(int p, int, const Tiles& tiles, int first, int end, const char* packed, float* sums, char* piece,
+                  const Done& done) const {
+        const int columns = std::min(PANEL, N - p * PANEL);
+        const char* panel = (const char*)(data + (size_t)p * PANEL * K);
+        const bool stream = end - first == 1;
+        TileShape shape;
+        for (int chunk = 0, count; chunk < chunks(); chunk += count) {
+            // A block of K: whole chunks of a whole panel are used where they lie, others are filled up with zeros.
+            const int whole = K / TILE_K - chunk;
+            count = whole > 0 ? std::min(whole, stream ? whole : CHUNKS_PER_BLOCK) : 1;
+            const char* w = panel + (size_t)chunk * PAIRS * columns * 4;
+            Upcoming ahead = {w, 0};
+            if (columns < PANEL || whole <= 0) {
+                count = std::min(count, CHUNKS_PER_BLOCK);
+                fill_up(panel, columns, chunk, count, piece);
+                w = piece;
+            } else if (!stream) {
+                // The next piece of W, its lines divided evenly between the tiles.
+                ahead = {w + (size_t)count * CHUNK_BYTES, ceil_div(CHUNK_BYTES / 64, end - first)};
+            }
+            const char* ahead_end = ahead.at + (size_t)count * CHUNK_BYTES;
+            for (int t = first; t < end; ++t) {
+                const int row = tiles.begin(t), rows = tiles.begin(t + 1) - row;
+                const char* x = packed + row * row_bytes() + (size_t)chunk * rows * 64;
+                float* c = sums + (keeps_sums() ? (size_t)(row - tiles.begin(first)) * PANEL : 0);
+                if (ahead.at >= ahead_end) ahead.lines = 0;
+                const int upper = rows <= TILE_ROWS ? rows : (rows + 1) / 2, lower = rows - upper;
+                shape.set(upper, lower);
+                const auto run = stream ? (lower ? tile<true, true> : tile<true, false>)
+                                        : (lower ? tile<false, true> : tile<false, false>);
+                run(w, x, upper, lower, count, c, chunk == 0, ahead);
+                ahead.at += (size_t)count * ahead.lines * 64;
+                if (chunk + count == chunks())
+                    for (int r = 0; r < rows; ++r) done(row + r, 0, c + r * PANEL);
+            }
+        }
+    }
+
+  private:
+    // Chunks [chunk, chunk + count) of a panel, with zeros for the columns and the k that it does not have.
+    void fill_up(const char* panel, int columns, int chunk, int count, char* piece) const {
+        std::memset(piece, 0, (size_t)count * CHUNK_BYTES);
+        const int begin = chunk * PAIRS, words = K / 2, end = std::min(words, begin + count * PAIRS);
+        for (int s = begin; s < end; ++s)
+            std::memcpy(piece + (s - begin) * STEP_BYTES, panel + (size_t)s * columns * 4, columns * 4);
+        if (K % 2 && words < begin + count * PAIRS)  // the last k, alone in its word
+            for (int n = 0; n < columns; ++n)
+                std::memcpy(piece + (words - begin) * STEP_BYTES + n * 4, panel + ((size_t)words * columns * 2 + n) * 2, 2);
+    }
+
+    // c[rows][32] (+)= x[rows] * w, of `count` chunks; adds to what c holds unless this is the first block of K. LOWER: there
+    // are lower rows.
+    template <bool STREAM, bool LOWER>
+    MAINSPRING_NOINLINE static void tile(const char* w, const char* x, int upper, int lower, int count, float* c, bool first,
+                                         Upcoming ahead) {
+        const size_t line = (upper + lower) * 64;  // bytes of x, a row of A for each row
+        const char* x_lower = x + upper * 64;
+        float* c_lower = c + upper * PANEL;
+        constexpr int STRIDE = PANEL * 4;
+        if (first) {
+            tile_zero<C00>(), tile_zero<C01>();
+            if (LOWER) tile_zero<C10>(), tile_zero<C11>();
+        } else {
+            tile_load<C00>(c, STRIDE), tile_load<C01>(c + 16, STRIDE);
+            if (LOWER) tile_load<C10>(c_lower, STRIDE), tile_load<C11>(c_lower + 16, STRIDE);
+        }
+        for (; count; --count, w += CHUNK_BYTES, x += line, x_lower += line) {
+            if (STREAM)
+                for (int byte = 0; byte < CHUNK_BYTES; byte += 64) prefetch(w + AHEAD + byte);
+            else
+                for (int i = 0; i < ahead.lines; ++i, ahead.at += 64) prefetch_far(ahead.at);
+            tile_load<A0>(x, 64), tile_load<B0>(w, STRIDE);
+            tile_multiply<C00, A0, B0>();
+            tile_load<B1>(w + 64, STRIDE);
+            tile_multiply<C01, A0, B1>();
+            if (LOWER) {
+                tile_load<A1>(x_lower, 64);
+                tile_multiply<C10, A1, B0>();
+                tile_multiply<C11, A1, B1>();
+            }
+        }
+        tile_store<C00>(c, STRIDE), tile_store<C01>(c + 16, STRIDE);
+        if (LOWER) tile_store<C10>(c_lower, STRIDE), tile_store<C11>(c_lower + 16, STRIDE);
+    }
+};
+
+}  // namespace mainspring
