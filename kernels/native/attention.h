@@ -62,6 +62,9 @@ class Attention {
     }
 
     void run(Team& team, int rank) {
+#if MAINSPRING_AMX
+        const FlushDenormals flush;
+#endif
         static thread_local Workspace workspace;
         lay_out(workspace);
         if (rank == 0) {
@@ -156,7 +159,7 @@ class Attention {
                 };
                 ahead_.turn_to(value_, now.first, now.count, spec_.value_dim);
                 pack_keys<Math>(key_, now.first, now.count, spec_.key_dim, keys_, ahead_);
-                const bool packed = Math::TILES || (Of::WIDENS && (to - from) * group > MOST_DIRECT_ROWS);
+                const bool packed = Of::WIDENS && (to - from) * group > MOST_DIRECT_ROWS;
                 if (packed) {
                     turn_to_next_keys();
                     pack_values<Math>(
@@ -172,7 +175,7 @@ class Attention {
                             last_seen = std::max(last_seen, seen_to(unit, token) - start);
                     const int count = int(std::min<int64_t>(now.count, last_seen + 1));
                     if (count <= 0) continue;
-                    score(unit, start, base, row, block, count);
+                    score(unit, start, base, row, block, count, packed);
                     if (row == from * group && !packed) turn_to_next_keys();
                     weigh(base + row, block, now.first, count, packed);
                 }
@@ -252,24 +255,30 @@ class Attention {
 
     // A block of rows meets a tile's keys, of which none sees key `count`. `row` counts within the head's rows, which begin
     // at `base`.
-    void score(const Unit& unit, int64_t start, int64_t base, int64_t row, int rows, int count) {
+    void score(const Unit& unit, int64_t start, int64_t base, int64_t row, int rows, int count, bool many) {
         switch ((count + TILE / 4 - 1) / (TILE / 4)) {
-            case 1: return score_quarters<1>(unit, start, base, row, rows);
-            case 2: return score_quarters<2>(unit, start, base, row, rows);
-            case 3: return score_quarters<3>(unit, start, base, row, rows);
-            default: return score_quarters<4>(unit, start, base, row, rows);
+            case 1: return score_quarters<1>(unit, start, base, row, rows, many);
+            case 2: return score_quarters<2>(unit, start, base, row, rows, many);
+            case 3: return score_quarters<3>(unit, start, base, row, rows, many);
+            default: return score_quarters<4>(unit, start, base, row, rows, many);
         }
     }
 
     template <int QUARTERS>
-    void score_quarters(const Unit& unit, int64_t start, int64_t base, int64_t row, int rows) {
+    void score_quarters(const Unit& unit, int64_t start, int64_t base, int64_t row, int rows, bool many) {
         constexpr int VECTORS = QUARTERS * (TILE / 4 / LANES), ALL_VECTORS = TILE / LANES;
         const int64_t at = base + row;
         const uint32_t* query = query_ + at * query_stride_;
 #if MAINSPRING_AMX
         if constexpr (Math::TILES) {
-            shape_.set(rows, rows);
-            tile_product<QUARTERS>(query, query_stride_, keys_, TILE, 0, int(query_stride_ / PAIRS), scores_, TILE);
+            if (many) {
+                shape_.set(rows, rows);
+                tile_product<QUARTERS>(query, query_stride_, keys_, TILE, 0, int(query_stride_ / PAIRS), scores_, TILE);
+            } else {
+                with_rows<MOST_DIRECT_ROWS>(rows, [&](auto n) {
+                    score_like_tiles<n.value>(query, query_stride_, keys_, VECTORS, scores_, ahead_);
+                });
+            }
         } else
 #endif
             product<Math, Of::PARTS>(
@@ -318,17 +327,12 @@ class Attention {
         float* sums = sums_ + at * columns_;
 #if MAINSPRING_AMX
         if constexpr (Math::TILES) {
-            const int begin = first / TILE_K, end = (count + TILE_K - 1) / TILE_K;
-            int64_t d = 0;
-            for (; d + 64 <= columns_; d += 64)
-                tile_product<4>(weights_, TILE, values_ + d, columns_, begin, end, weighted_ + d, columns_);
-            if (d < columns_) tile_product<2>(weights_, TILE, values_ + d, columns_, begin, end, weighted_ + d, columns_);
-            for (int r = 0; r < rows; ++r)
-                for (d = 0; d < columns_; d += LANES) {
-                    float* sum = sums + r * columns_ + d;
-                    store(sum, fma(load(sum), set(keep_[r]), load(weighted_ + r * columns_ + d)));
-                }
-            return;
+            if (packed) return weigh_by_tiles(rows, first, count, sums);
+            return with_rows<MOST_DIRECT_ROWS>(rows, [&](auto n) {
+                weigh_like_tiles<n.value>(
+                    weights_, value_, first, count, spec_.value_dim, (const Cache*)zeros_, sums, columns_, keep_, ahead_
+                );
+            });
         }
 #endif
         if (packed) {
@@ -345,6 +349,21 @@ class Attention {
             );
         });
     }
+
+#if MAINSPRING_AMX
+    void weigh_by_tiles(int rows, int first, int count, float* sums) {
+        const int begin = first / TILE_K, end = (count + TILE_K - 1) / TILE_K;
+        int64_t d = 0;
+        for (; d + 64 <= columns_; d += 64)
+            tile_product<4>(weights_, TILE, values_ + d, columns_, begin, end, weighted_ + d, columns_);
+        if (d < columns_) tile_product<2>(weights_, TILE, values_ + d, columns_, begin, end, weighted_ + d, columns_);
+        for (int r = 0; r < rows; ++r)
+            for (d = 0; d < columns_; d += LANES) {
+                float* sum = sums + r * columns_ + d;
+                store(sum, fma(load(sum), set(keep_[r]), load(weighted_ + r * columns_ + d)));
+            }
+    }
+#endif
 
     void cap(int rows, int vectors) {
         for (int r = 0; r < rows; ++r)

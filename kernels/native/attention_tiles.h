@@ -5,7 +5,9 @@
 // dimension, straight from the cache; where that means widening and there are many rows, values are packed first. Each
 // result is one chain of sums, over the dimension or over the keys, in ascending order, whichever way its factors came.
 //
-// With AMX both are products of tiles, up to 16 rows and 16 keys or columns at a time, and values are always packed.
+// With AMX both are products of tiles, up to 16 rows and 16 keys or columns at a time. Few rows can't fill them, and what
+// lies between their short phases leaves memory idle; so these are computed by fp32 instructions, which do to each sum what
+// the tiles would.
 //
 // Two kinds of arithmetic: pairs of bf16 with VDPBF16PS, where queries are bf16 and the cache is bf16 or fp8 (which is
 // exact in bf16), weights rounded to bf16: twice the products of fp32 an instruction, and no widening. Else fp32; a cache
@@ -212,7 +214,7 @@ MAINSPRING_NOINLINE void pack_keys(
     using S = Source<Math, T>;
     // In about the share that this has of the time until the values' turn.
     constexpr int LINES = LANES * S::ELEMENTS * int(sizeof(T)) / 64;
-    constexpr int ASKED = std::max(1, Math::TILES ? LINES : LANES == 16 ? LINES * 3 / 4 : LINES / 2);
+    constexpr int ASKED = std::max(1, LANES == 16 ? LINES * 3 / 4 : LINES / 2);
     for (unsigned column = first / LANES * LANES; column < unsigned(count); column += LANES) {
         int32_t* to = (int32_t*)packed + column;
         for (int64_t d = 0; d < dim; d += S::ELEMENTS, to += LANES * TILE) {
@@ -313,7 +315,7 @@ inline void pack_values(
             S::columns(row, other, d, dim, vectors);
             for (int j = 0; j < S::ELEMENTS / LANES; ++j)
                 istore((int32_t*)packed + k / Math::PER_STEP * columns + d + j * LANES, vectors[j]);
-            ahead.ask<Math::TILES ? 2 : 1>();
+            ahead.ask<1>();
         }
     }
     if constexpr (Math::TILES) {  // products are of whole chunks of keys
@@ -385,6 +387,16 @@ MAINSPRING_NOINLINE void weigh_directly(
 // ---------------------------------------------------------------- both by tiles of AMX
 
 #if MAINSPRING_AMX
+// For as long as it lives, instructions treat denormals as tiles do: read and written, they are 0.
+struct FlushDenormals {
+    const unsigned before = _mm_getcsr();
+    FlushDenormals() { _mm_setcsr(before | 0x8040); }
+    ~FlushDenormals() { _mm_setcsr(before); }
+};
+
+// One of a pair of bf16, in every lane.
+inline F32 half_of(uint32_t pair, int part) { return from_bits(iset(int(part ? pair & 0xffff0000 : pair << 16))); }
+
 // c[row][:] = sum over chunks [begin, end) of a[row] * b, of NUM times 16 columns. a: [rows] of dwords, 16 in a chunk; b:
 // [dwords][columns]; rows lie `a_row`, `b_row` and `c_row` dwords apart. The shape: as many rows above as below.
 template <int NUM>
@@ -408,6 +420,116 @@ inline void tile_product(
     if constexpr (NUM > 1) tile_store<C01>(c + 16, c_row * 4);
     if constexpr (NUM > 2) tile_store<C10>(c + 32, c_row * 4);
     if constexpr (NUM > 3) tile_store<C11>(c + 48, c_row * 4);
+}
+
+// The same for up to MOST_DIRECT_ROWS rows, COLUMNS times 16 columns. Denormals must become 0 (`FlushDenormals`).
+template <int ROWS, int COLUMNS>
+inline void like_tiles(
+    const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row, int chunks, float* c, int64_t c_row, Ahead& ahead
+) {
+    F32 sums[ROWS][COLUMNS];
+    UNROLLED for (int r = 0; r < ROWS; ++r)
+        UNROLLED for (int j = 0; j < COLUMNS; ++j) sums[r][j] = zero();
+    for (int chunk = 0; chunk < chunks; ++chunk, a += PAIRS) {
+        F32 parts[2][ROWS][COLUMNS];
+        UNROLLED for (int part = 0; part < 2; ++part)
+            UNROLLED for (int r = 0; r < ROWS; ++r)
+                UNROLLED for (int j = 0; j < COLUMNS; ++j) parts[part][r][j] = zero();
+        for (int s = 0; s < PAIRS; ++s, b += b_row) {
+            ahead.ask<(COLUMNS + 3) / 4>();
+            UNROLLED for (int j = 0; j < COLUMNS; ++j) {
+                const I32 pairs = iload((const int32_t*)b + j * LANES);
+                UNROLLED for (int part = 0; part < 2; ++part) {
+                    const F32 of_b = from_bits(part_of<2>(pairs, part));
+                    UNROLLED for (int r = 0; r < ROWS; ++r)
+                        parts[part][r][j] = fma(half_of(a[r * a_row + s], part), of_b, parts[part][r][j]);
+                }
+            }
+        }
+        UNROLLED for (int r = 0; r < ROWS; ++r)
+            UNROLLED for (int j = 0; j < COLUMNS; ++j)
+                sums[r][j] = add(sums[r][j], add(parts[0][r][j], parts[1][r][j]));
+    }
+    UNROLLED for (int r = 0; r < ROWS; ++r)
+        UNROLLED for (int j = 0; j < COLUMNS; ++j) store(c + r * c_row + j * LANES, sums[r][j]);
+}
+
+template <int ROWS>
+MAINSPRING_NOINLINE void score_like_tiles(
+    const uint32_t* query, int64_t query_row, const uint32_t* keys, int vectors, float* scores, Ahead& ahead
+) {
+    constexpr int COLUMNS = ROWS <= 2 ? 4 : 2;  // 24 sums at most
+    const int chunks = int(query_row / PAIRS);
+    int j = 0;
+    for (; j + COLUMNS <= vectors; j += COLUMNS)
+        like_tiles<ROWS, COLUMNS>(query, query_row, keys + j * LANES, TILE, chunks, scores + j * LANES, TILE, ahead);
+    for (; j < vectors; ++j)
+        like_tiles<ROWS, 1>(query, query_row, keys + j * LANES, TILE, chunks, scores + j * LANES, TILE, ahead);
+}
+
+// sums = sums x keep + weights x values [first, count), straight from the cache; LOADS times 32 columns at a time.
+template <int ROWS, int LOADS, class T>
+inline void weigh_columns_like_tiles(
+    const uint32_t* weights, const Rows<T>& values, int first, int count, int64_t from, int64_t dim, const T* zeros,
+    float* sums, int64_t sums_row, const float* keep, Ahead& ahead
+) {
+    using S = Source<Bf16Math, T>;
+    constexpr int WIDTH = LOADS * S::ELEMENTS, LINES = std::max(1, WIDTH * int(sizeof(T)) / 32);
+    const I32 nothing = iset(0);
+    const auto pass = [&](auto whole) {
+        F32 weighted[ROWS][2 * LOADS];
+        UNROLLED for (int r = 0; r < ROWS; ++r)
+            UNROLLED for (int j = 0; j < 2 * LOADS; ++j) weighted[r][j] = zero();
+        for (int k = first & -2; k < count;) {
+            F32 parts[2][ROWS][2 * LOADS];
+            UNROLLED for (int part = 0; part < 2; ++part)
+                UNROLLED for (int r = 0; r < ROWS; ++r)
+                    UNROLLED for (int j = 0; j < 2 * LOADS; ++j) parts[part][r][j] = zero();
+            for (const int end = std::min(count, (k | (TILE_K - 1)) + 1); k < end; k += 2) {
+                ahead.ask<LINES>();
+                UNROLLED for (int part = 0; part < 2; ++part) {
+                    const T* row = k + part < count ? values.row(k + part) + from : zeros;
+                    UNROLLED for (int l = 0; l < LOADS; ++l) {
+                        const int64_t d = l * S::ELEMENTS;
+                        const I32 halves = S::dwords(row, d, whole.value ? d + S::ELEMENTS : dim - from);
+                        const F32 low = from_bits(_mm512_unpacklo_epi16(nothing, halves));
+                        const F32 high = from_bits(_mm512_unpackhi_epi16(nothing, halves));
+                        UNROLLED for (int r = 0; r < ROWS; ++r) {
+                            const F32 weight = half_of(weights[r * TILE + k / 2], part);
+                            F32* to = parts[part][r] + 2 * l;
+                            to[0] = fma(weight, low, to[0]), to[1] = fma(weight, high, to[1]);
+                        }
+                    }
+                }
+            }
+            UNROLLED for (int r = 0; r < ROWS; ++r)
+                UNROLLED for (int j = 0; j < 2 * LOADS; ++j)
+                    weighted[r][j] = add(weighted[r][j], add(parts[0][r][j], parts[1][r][j]));
+        }
+        UNROLLED for (int r = 0; r < ROWS; ++r)
+            UNROLLED for (int j = 0; j < 2 * LOADS; ++j) {
+                float* sum = sums + r * sums_row + from + j * LANES;
+                store(sum, fma(load(sum), set(keep[r]), weighted[r][j]));
+            }
+    };
+    for (; from + WIDTH <= dim; from += WIDTH) pass(std::true_type());
+    if (from == dim) return;
+    if constexpr (LOADS > 1)
+        weigh_columns_like_tiles<ROWS, LOADS / 2>(
+            weights, values, first, count, from, dim, zeros, sums, sums_row, keep, ahead
+        );
+    else
+        pass(std::false_type());
+}
+
+template <int ROWS, class T>
+MAINSPRING_NOINLINE void weigh_like_tiles(
+    const uint32_t* weights, const Rows<T>& values, int first, int count, int64_t dim, const T* zeros, float* sums,
+    int64_t sums_row, const float* keep, Ahead& ahead
+) {
+    weigh_columns_like_tiles<ROWS, ROWS == 1 ? 4 : ROWS == 2 ? 2 : 1>(
+        weights, values, first, count, 0, dim, zeros, sums, sums_row, keep, ahead
+    );
 }
 #endif
 
