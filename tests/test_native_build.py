@@ -8,8 +8,10 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +23,7 @@ from native_here import why_not
 
 REASON = why_not()
 needs_compiler = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-HAS = native_build.cpu_features()
-LEVELS = [level.name for level in native_build.LEVELS if HAS.issuperset(level.needs)]
+LEVELS = [level.name for level in native_build._usable()]
 SANITIZERS = {
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
     # It treats a masked store as a store to the whole vector, so it is used only for instruction sets without masked
@@ -57,13 +58,39 @@ def kept() -> list[Path]:
 
 
 def test_the_best_level_of_the_processor_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    best, middle, least, *arm = native_build.LEVELS
-    for level in (best, middle, least, *arm):
+    monkeypatch.setattr(native_build, "_allow_tiles", lambda: True)
+    for level in native_build.LEVELS:
         cpu_with(monkeypatch, *level.needs, "sse2")
         assert native_build.choose_level() == level
+    best, next_best = native_build.LEVELS[:2]
     cpu_with(monkeypatch, *best.needs)
     monkeypatch.setenv("MAINSPRING_NATIVE_LEVEL", "avx2")
-    assert native_build.choose_level() == least
+    assert native_build.choose_level().name == "avx2"
+    monkeypatch.delenv("MAINSPRING_NATIVE_LEVEL")
+    monkeypatch.setattr(native_build, "_allow_tiles", lambda: False)
+    assert native_build.choose_level() == next_best
+    with pytest.raises(BackendUnavailableError, match="level amx needs registers that the system does not allow"):
+        native_build.choose_level("amx")
+
+
+@needs_compiler
+def test_with_a_compiler_too_old_for_the_best_level_the_next_is_used(
+    tiny_sources: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_library = native_build.compile_library
+
+    def old_compiler(compiler: native_build.Compiler, flags: Sequence[str], *rest: Any) -> None:
+        if "-mamx-tile" in flags:
+            raise BackendUnavailableError("unrecognized option '-mamx-tile'")
+        compile_library(compiler, flags, *rest)
+
+    monkeypatch.setattr(native_build, "compile_library", old_compiler)
+    monkeypatch.setattr(native_build, "_allow_tiles", lambda: True)
+    cpu_with(monkeypatch, *native_build.LEVELS[0].needs)
+    assert native_build.load().answer() == 42
+    assert "the kernels for avx512_bf16, which serve in place of amx: unrecognized option" in caplog.text
+    with pytest.raises(BackendUnavailableError, match="unrecognized option"):
+        native_build.load("amx")
 
 
 def test_a_level_that_cannot_be_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +99,7 @@ def test_a_level_that_cannot_be_is_refused_in_a_sentence(monkeypatch: pytest.Mon
         native_build.choose_level()
     with pytest.raises(BackendUnavailableError, match=r"level avx2 needs avx2, fma, f16c, bmi2"):
         native_build.choose_level("avx2")
-    with pytest.raises(BackendUnavailableError, match="'sse9'; it must be one of avx512_bf16, avx512, avx2"):
+    with pytest.raises(BackendUnavailableError, match="'sse9'; it must be one of amx, avx512_bf16, avx512, avx2"):
         native_build.choose_level("sse9")
 
 
@@ -119,7 +146,7 @@ def test_a_library_of_the_wheel_is_loaded_without_a_compiler_unless_the_sources_
     )
     monkeypatch.setattr(native_build, "SHIPPED", tiny_sources / "shipped")
     made = native_build.ship(tiny_sources / "shipped")
-    assert {path.name.rpartition("-")[0] for path in made} == {"avx512_bf16", "avx512", "avx2"}
+    assert {path.name.rpartition("-")[0] for path in made} == {"amx", "avx512_bf16", "avx512", "avx2"}
 
     def no_compiler(*_: object) -> native_build.Compiler:
         raise BackendUnavailableError("no compiler")
@@ -129,6 +156,7 @@ def test_a_library_of_the_wheel_is_loaded_without_a_compiler_unless_the_sources_
         cpu_with(old, *next(one for one in native_build.LEVELS if one.name == "avx2").needs, "avx_vnni")
         assert native_build.build(native_build.choose_level()) in made
     monkeypatch.setattr(native_build, "find_compiler", no_compiler)
+    monkeypatch.setattr(native_build, "_allow_tiles", lambda: True)
     for level in (level for level in native_build.LEVELS if "avx2" in level.needs):
         cpu_with(monkeypatch, *level.needs, "avx512_vnni", "avx_vnni")  # the last has no library of its own
         path = native_build.build(native_build.choose_level())
@@ -218,7 +246,8 @@ def test_every_level_agrees_with_the_best(level: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sanitizer", "level"),
-    [("address", level) for level in LEVELS if level != "avx512"] + [("thread", "avx2")],
+    [("address", level) for level in LEVELS if level == LEVELS[0] or not level.startswith("avx512")]
+    + [("thread", "avx2")],
 )
 def test_every_kernel_runs_under_sanitizers(sanitizer: str, level: str, tmp_path: Path) -> None:
     compiler, chosen = native_build.find_compiler(), native_build.choose_level(level)

@@ -20,8 +20,7 @@ from tiers import fast_only
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-HAS = native_build.cpu_features()
-LEVELS = [level.name for level in native_build.LEVELS if HAS.issuperset(level.needs)]
+LEVELS = [level.name for level in native_build._usable()]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(1, 1), (7, 3), (31, 32), (33, 65), (100, 301), (64, 128), (160, 96), (96, 4100)]  # [out, in]
 # Error bounds relative to a row's inputs: one rounding and an fp32 sum. Quantized, x is also rounded to 8 bits in

@@ -9,6 +9,8 @@
 // so whoever sets them up releases them.
 #pragma once
 
+#include <initializer_list>
+
 #include "simd.h"
 
 namespace mainspring {
@@ -78,6 +80,13 @@ class TileShape {
         uint8_t rows[16] = {};
         void shape(int tile, int count) { rows[tile] = uint8_t(count), row_bytes[tile] = count ? 64 : 0; }
     };
+};
+
+// For as long as it lives, instructions treat denormals as tiles do: read and written, they are 0.
+struct FlushDenormals {
+    const unsigned before = _mm_getcsr();
+    FlushDenormals() { _mm_setcsr(before | 0x8040); }
+    ~FlushDenormals() { _mm_setcsr(before); }
 };
 
 }  // namespace mainspring

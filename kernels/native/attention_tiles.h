@@ -387,13 +387,6 @@ MAINSPRING_NOINLINE void weigh_directly(
 // ---------------------------------------------------------------- both by tiles of AMX
 
 #if MAINSPRING_AMX
-// For as long as it lives, instructions treat denormals as tiles do: read and written, they are 0.
-struct FlushDenormals {
-    const unsigned before = _mm_getcsr();
-    FlushDenormals() { _mm_setcsr(before | 0x8040); }
-    ~FlushDenormals() { _mm_setcsr(before); }
-};
-
 // One of a pair of bf16, in every lane.
 inline F32 half_of(uint32_t pair, int part) { return from_bits(iset(int(part ? pair & 0xffff0000 : pair << 16))); }
 
