@@ -66,7 +66,7 @@ _AVX2 = ("avx2", "fma", "f16c", "bmi2")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _AVX512_BF16 = (*_AVX512, "avx512_bf16")
 _WIDE = "-mprefer-vector-width=512"
-_AMX = (*_AVX512_BF16, "amx_tile", "amx_bf16")
+_AMX = (*_AVX512_BF16, "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
 _OPTIONAL = {
     "amx": "avx512_vnni",
     "avx512": "avx512_vnni",
@@ -82,7 +82,7 @@ LEVELS = (
 )
 """The best of each kind of processor first."""
 _COMMON = (
-    ("amx", "avx512_vnni"),
+    ("amx", ""),
     ("avx512_bf16", "avx512_vnni"),
     ("avx512", "avx512_vnni"),
     ("avx512", ""),

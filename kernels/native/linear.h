@@ -488,8 +488,14 @@ template <int BITS>
 struct Quantized {
     static_assert(BITS == 8 || BITS == 4, "8 or 4 bits");
     // Accumulators (24, 20), W (2, 4), x, the mask that takes a byte apart, and room for scales: measured, as fast as more.
-    // AVX2: 8 accumulators, of 2 rows, or of half a panel of 4.
-    static constexpr int MAX_ROWS = LANES == 8 ? 4 : BITS == 8 ? 12 : 10;
+    // AVX2: 8 accumulators, of 2 rows, or of half a panel of 4. AMX takes more than FEW rows by 8 bits.
+#if MAINSPRING_AMX
+    static constexpr bool AMX = BITS == 8;
+#else
+    static constexpr bool AMX = false;
+#endif
+    static constexpr int MAX_ROWS = LANES == 8 ? 4 : AMX ? 2 * TILE_ROWS : BITS == 8 ? 12 : 10;
+    static constexpr int FEW = AMX ? 4 : MAX_ROWS;
     static constexpr int STREAM_AHEAD = LANES == 8 ? 2048 : AHEAD;  // bytes: more, and Zen 3 reads a tenth slower
     static constexpr int PANELS_AT_A_TIME = LANES == 8 && BITS == 8 ? GROUP : 1;  // 4 bits: one stream is as fast as several
     static constexpr int ALONE = 4096;
@@ -519,7 +525,7 @@ struct Quantized {
     size_t row_bytes() const { return line_bytes() + ceil_div(groups(), 8) * 64; }
     size_t row_bytes_at_a_time() const { return row_bytes(); }
     size_t sums_bytes(int) const { return std::max(2 * PANELS_AT_A_TIME, MAX_ROWS) * PANEL * sizeof(float); }
-    size_t piece_bytes() const { return 0; }
+    size_t piece_bytes() const { return AMX ? MAX_ROWS * PANEL * sizeof(int32_t) : 0; }
 
     template <class X>
     void pack(const X* x, char* tile, int rows, int r) const {
@@ -630,7 +636,46 @@ struct Quantized {
             for (int v = 0; v < VECS; ++v) acc[r][v] = SHORT ? add(acc[r][v], join_shorts(sums[r][v])) : sums[r][v];
     }
 
-    template <int ROWS = MAX_ROWS>
+#if MAINSPRING_AMX
+    // The same for more rows. dots [rows][32]: the sums of a group.
+    void tile_of_many(TileShape& shape, int rows, bool stream, const char* w, const char* x, float* c, int32_t* dots,
+                      Upcoming ahead) const {
+        const int upper = std::min(rows, TILE_ROWS), lower = rows - upper, step = group % 64 ? 32 : 64;
+        const Scale* x_scales = (const Scale*)(x + rows * line_bytes());
+        shape.set(upper, lower, step);
+        for (int i = 0; i < rows * PANEL; i += LANES) store(c + i, zero());
+        for (size_t k = 0; k < (size_t)groups() * group; x_scales += rows) {
+            tile_zero<C00>(), tile_zero<C01>();
+            if (lower) tile_zero<C10>(), tile_zero<C11>();
+            for (const size_t end = k + group; k < end; k += step, w += step * PANEL) {
+                if (stream)
+                    for (int byte = 0; byte < step * PANEL; byte += 64) prefetch(w + STREAM_AHEAD + byte);
+                else
+                    for (int i = 0; i < ahead.lines * step / (TURN * K_PER_STEP); ++i, ahead.at += 64) prefetch(ahead.at);
+                const char* rows_of_x = x + place_of(k, rows);
+                tile_load<A0>(rows_of_x, 64), tile_load<B0>(w, STEP_BYTES);
+                tile_multiply_bytes<C00, A0, B0>();
+                tile_load<B1>(w + 64, STEP_BYTES);
+                tile_multiply_bytes<C01, A0, B1>();
+                if (!lower) continue;
+                tile_load<A1>(rows_of_x + upper * 64, 64);
+                tile_multiply_bytes<C10, A1, B0>(), tile_multiply_bytes<C11, A1, B1>();
+            }
+            tile_store<C00>(dots, STEP_BYTES), tile_store<C01>(dots + LANES, STEP_BYTES);
+            if (lower) tile_store<C10>(dots + upper * PANEL, STEP_BYTES), tile_store<C11>(dots + upper * PANEL + LANES, STEP_BYTES);
+            const F32 scales[] = {load((const fp16*)w), load((const fp16*)w + LANES)};
+            w += PANEL * sizeof(fp16);
+            for (int r = 0; r < rows; ++r)
+                for (int v = 0; v < VECTORS; ++v) {
+                    const int at = r * PANEL + v * LANES;
+                    const F32 exact = to_float(add(iload(dots + at), set_int(x_scales[r].minus_zeros)));
+                    store(c + at, fma(exact, mul(scales[v], set(x_scales[r].scale)), load(c + at)));
+                }
+        }
+    }
+#endif
+
+    template <int ROWS = FEW>
     void tile_of(int rows, int panels, bool stream, const char* w, const char* x, float* c, Upcoming ahead) const {
         if (rows == ROWS) {
             if constexpr (ROWS <= 2 && PANELS_AT_A_TIME > 1)
@@ -641,15 +686,24 @@ struct Quantized {
     }
 
     template <class Done>
-    void multiply(int p, int panels, const Tiles& tiles, int first, int end, const char* packed, float* sums, char*,
+    void multiply(int p, int panels, const Tiles& tiles, int first, int end, const char* packed, float* sums, char* piece,
                   const Done& done) const {
         const char* w = data + p * panel_bytes();
+#if MAINSPRING_AMX
+        TileShape shape;
+#endif
         Upcoming ahead = {w + panel_bytes(), ceil_div(TURN * STEP_BYTES / 64, end - first)};
         const char* ahead_end = ahead.at + panel_bytes();
         for (int t = first; t < end; ++t) {
             const int row = tiles.begin(t), rows = tiles.begin(t + 1) - row;
             if (ahead.at >= ahead_end) ahead.lines = 0;
-            tile_of(rows, panels, end - first == 1, w, packed + row * row_bytes(), sums, ahead);
+            const char* x = packed + row * row_bytes();
+#if MAINSPRING_AMX
+            if (AMX && rows > FEW)
+                tile_of_many(shape, rows, end - first == 1, w, x, sums, (int32_t*)piece, ahead);
+            else
+#endif
+                tile_of(rows, panels, end - first == 1, w, x, sums, ahead);
             ahead.at += (size_t)groups() * (group / (TURN * K_PER_STEP)) * ahead.lines * 64;
             for (int g = 0; g < panels; ++g)
                 for (int r = 0; r < rows; ++r) done(row + r, g, sums + (g * rows + r) * PANEL);
