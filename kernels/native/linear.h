@@ -30,6 +30,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "amx.h"
 #include "functions.h"
 
 namespace mainspring {
