@@ -67,11 +67,7 @@ _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _AVX512_BF16 = (*_AVX512, "avx512_bf16")
 _WIDE = "-mprefer-vector-width=512"
 _AMX = (*_AVX512_BF16, "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8")
-_OPTIONAL = {
-    "amx": "avx512_vnni",
-    "avx512": "avx512_vnni",
-    "avx2": "avx_vnni",
-}  # used where they are, by levels whose names begin so
+_OPTIONAL = {"avx512": "avx512_vnni", "avx2": "avx_vnni"}  # used where they are, by levels whose names begin so
 LEVELS = (
     Level("amx", _AMX, (*_flags(_AMX), _WIDE)),
     Level("avx512_bf16", _AVX512_BF16, (*_flags(_AVX512_BF16), _WIDE)),
