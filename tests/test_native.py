@@ -418,3 +418,18 @@ def test_two_python_threads_may_share_a_backend(native: NativeBackend) -> None:
     want = native.act_and_mul(x, "gelu")
     with ThreadPoolExecutor(4) as pool:
         assert all(torch.equal(got, want) for got in pool.map(lambda _: native.act_and_mul(x, "gelu"), range(40)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_a_product_of_a_weight_as_it_lies_has_the_same_bits_with_any_number_of_rows(
+    native: NativeBackend, dtype: torch.dtype
+) -> None:
+    """Of a real layer's size, of which torch's own product has other bits with other numbers of rows on some processors;
+    in two slabs where numbers have four bytes."""
+    weight, bias, x = (draw(*shape, seed=i).to(dtype) for i, shape in enumerate([(1031, 3072), (1031,), (300, 3072)]))
+    all_rows = native.linear(x, weight, bias)
+    torch.testing.assert_close(
+        all_rows.double(), torch.nn.functional.linear(x.double(), weight.double(), bias.double()), rtol=1e-2, atol=0.3
+    )
+    for rows in (1, 2, 17, 32, 33, 64):
+        assert torch.equal(native.linear(x[:rows], weight, bias), all_rows[:rows])

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from ..contract import AttentionSpec, Backend, Choice, LayerCache, PagedBatch, RowScores, SlopeBias, TableBias
 from ..decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
 from ..reference.reference_backend import ReferenceBackend
-from .build import cpu_features, function, load
+from .build import function, load
 from .choice import choice_words
 from .decoder import ACTIVATIONS, DTYPES, NativeDecoder, cache_view
 from .native_scans import NativeScans
+from .weights import DTYPES as PLAIN
 from .weights import linear, readable
 
 _NO_HEADS = (0, 0, 0, 0)
@@ -64,7 +65,6 @@ class NativeBackend(Backend):
         library.mainspring_attention_forget.argtypes = [ctypes.c_void_p]
         library.mainspring_attention_forget.restype = None
         self.scans = NativeScans(library)
-        self._slow_halves = "avx512_bf16" not in cpu_features()
         self._biases: dict[int, tuple[SlopeBias | TableBias, torch.Tensor]] = {}  # by id
         self._reference = ReferenceBackend()  # for dtypes and strides that the C++ code does not know
 
@@ -174,9 +174,9 @@ class NativeBackend(Backend):
         )  # fmt: skip
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """torch's own product. In half precision it is slow on a processor without bf16 instructions, and a native
-        product takes its place."""
-        if x.dtype == torch.float32 or not self._slow_halves:
+        """A native product: bits of torch's own depend on the number of rows, and on a processor without bf16
+        instructions it is slow in half precision."""
+        if x.dtype != weight.dtype or x.dtype not in PLAIN or (bias is not None and bias.dtype != x.dtype):
             return F.linear(x, weight, bias)
         return linear(self._library, x, weight, bias)
 

@@ -144,27 +144,43 @@ EXPORT void mainspring_weight_rows(const int64_t* a) {
 }
 
 // y [M, N] = x [M, K] * weight + bias [N], all of one dtype (likewise). Columns are in the order of the panels. A weight
-// whose sixth word is 2 is none of panels but rows [N, K]: each thread packs a panel, uses it and forgets it.
+// whose sixth word is 2 is none of panels but rows [N, K], which are packed, used and forgotten: of FEW rows of x a panel by
+// each thread; of more a slab of them by all threads, because each slab packs x again.
 EXPORT void mainspring_weight_linear(const int64_t* a) {
+    constexpr int FEW = 32, SLAB_BYTES = 8 << 20;
     const Product product = {weight_at(a), Dtype(a[11]), at<void>(a[6]), a[7], int(a[8]), at<void>(a[10]), a[2], at<void>(a[9])};
     const int threads = int(a[12]);
-    static thread_local Workspace workspace, panel;
-    if (a[5] != 2) {
-        void* memory = workspace.of(workspace_bytes(product.weight, product.rows, threads));
-        return run_team(threads, [&](Team& team, int rank) { multiply(product, memory, team, rank); });
-    }
+    static thread_local Workspace workspace, panels;
+    const auto by_all = [&](const Product& part) {
+        void* memory = workspace.of(workspace_bytes(part.weight, part.rows, threads));
+        run_team(threads, [&](Team& team, int rank) { multiply(part, memory, team, rank); });
+    };
+    if (a[5] != 2) return by_all(product);
     with_dtype(product.dtype, [&](auto number) {
         using T = decltype(number);
-        const int K = product.weight.K;
-        for_panels(product.weight.N, threads, [&](int p, int columns) {
-            T* packed = (T*)panel.of(sizeof(T) * PANEL * K);
-            pack_panel((const T*)product.weight.data + (size_t)p * PANEL * K, columns, K, packed);
+        const int N = product.weight.N, K = product.weight.K;
+        const T* rows = (const T*)product.weight.data;
+        const auto part_of = [&](int first, int columns, const T* packed) {
             Product part = product;
             part.weight.data = packed, part.weight.N = columns;
-            part.y = (T*)product.y + p * PANEL;
-            if (product.bias) part.bias = (const T*)product.bias + p * PANEL;
-            Team alone(1);
-            multiply(part, workspace.of(workspace_bytes(part.weight, part.rows, 1)), alone, 0);
-        });
+            part.y = (T*)product.y + first;
+            if (product.bias) part.bias = (const T*)product.bias + first;
+            return part;
+        };
+        if (product.rows <= FEW)
+            return for_panels(N, threads, [&](int p, int columns) {
+                T* packed = (T*)panels.of(sizeof(T) * PANEL * K);
+                pack_panel(rows + (size_t)p * PANEL * K, columns, K, packed);
+                const Product part = part_of(p * PANEL, columns, packed);
+                Team alone(1);
+                multiply(part, workspace.of(workspace_bytes(part.weight, part.rows, 1)), alone, 0);
+            });
+        const int slab = PANEL * std::max<int>(1, SLAB_BYTES / (sizeof(T) * PANEL * std::max(1, K)));
+        for (int first = 0; first < N; first += slab) {
+            const int columns = std::min(slab, N - first);
+            T* packed = (T*)panels.of(sizeof(T) * columns * K);
+            pack_plain(Packed<T>{packed, columns, K}, false, rows + (size_t)first * K, threads);
+            by_all(part_of(first, columns, packed));
+        }
     });
 }
