@@ -443,6 +443,24 @@ def test_on_a_cpu_layers_that_fusing_left_alone_are_computed_by_the_backend(name
     torch.testing.assert_close(after, before)
 
 
+def test_on_a_cpu_experts_are_computed_by_the_backend() -> None:
+    """torch's own product may have other bits with another number of rows."""
+    model, shapes = build("qwen3_moe"), set()
+
+    class Seen(ReferenceBackend):
+        def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            assert weight.is_contiguous()
+            shapes.add(weight.shape)
+            return super().linear(x, weight, bias)
+
+    before = logits_of(model, token_ids(24))
+    isolate_rows(model, Seen())
+    torch.testing.assert_close(logits_of(model, token_ids(24)), before)
+    experts = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
+    assert experts
+    assert shapes >= {parameter.shape[1:] for parameter in experts}
+
+
 class Router(nn.Linear):
     def forward(self, input: torch.Tensor) -> Any:
         return super().forward(input).topk(2)

@@ -3,12 +3,12 @@
 On a CPU, two kinds of torch's operators don't (seen with torch 2.13):
 
 - matrix products over a number of rows that is no multiple of `ROW_MULTIPLE`, as experts of a mixture get them: other
-  code runs the last few rows;
+  code runs the last few rows (and on some processors over any other number of rows);
 - some elementwise functions: a scalar version, which rounds differently, computes the end of each thread's share.
   ``exp``, ``tanh``, ``erf``, ``log1p``, ``sin``, ``cos`` and plain arithmetic are the same in both versions, and the
   others can be written with them.
 
-`RowInvariant` mends both. It costs a microsecond or two for every torch call inside it, so it is put only around the
+`RowInvariant` mends both, with a backend's products where it can use them. It costs a microsecond or two for every torch call inside it, so it is put only around the
 modules that need it.
 """
 
@@ -110,22 +110,35 @@ def _padded(function: Function, /, *args: Any, **kwargs: Any) -> Any:
     return out[0] if flat else out
 
 
-def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, **_: Any) -> torch.Tensor:
-    """``torch._grouped_mm``: rows ``[n, in]``, sorted by expert and ending at `offs`, times ``[experts, in, out]``."""
+def _grouped_mm(
+    rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, linear: Function | None = None, **_: Any
+) -> torch.Tensor:
+    """``torch._grouped_mm``: rows ``[n, in]``, sorted by expert and ending at `offs`, times ``[experts, in, out]``. By
+    `linear`, a backend's, where each expert's weight lies in memory as ``[out, in]``."""
     out = rows.new_empty(len(rows), weights.shape[2])
+    if linear is not None and not weights[0].t().is_contiguous():
+        linear = None
     start = 0
     for expert, end in enumerate(offs.tolist()):
         if end > start:
-            out[start:end] = _padded(torch.mm, rows[start:end], weights[expert])
+            some, weight = rows[start:end], weights[expert]
+            out[start:end] = linear(some, weight.t()) if linear is not None else _padded(torch.mm, some, weight)
             start = end
     return out
 
 
 class RowInvariant(TorchFunctionMode):
-    """Inside this context, products are padded to whole multiples of rows and hazardous functions rewritten."""
+    """Inside this context, linear layers are computed by `linear`, a backend's, other products (without it, all) are
+    padded to whole multiples of rows, and hazardous functions rewritten."""
+
+    def __init__(self, linear: Function | None = None) -> None:
+        super().__init__()
+        self._replaced = {**ELEMENTWISE, torch._grouped_mm: partial(_grouped_mm, linear=linear)}
+        if linear is not None:
+            self._replaced[F.linear] = linear
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        replacement = _grouped_mm if func is torch._grouped_mm else ELEMENTWISE.get(func)
+        replacement = self._replaced.get(func)
         return replacement(*args, **(kwargs or {})) if replacement else _padded(func, *args, **(kwargs or {}))
 
 
@@ -174,15 +187,15 @@ class _Watch(TorchFunctionMode):
             self.found[path].add(what)
 
 
-def make_row_invariant(model: PreTrainedModel) -> list[str]:
-    """Run the modules of `model` that need it in `RowInvariant`; → lines for ``--explain-model``. To be called on a
+def make_row_invariant(model: PreTrainedModel, linear: Function | None = None) -> list[str]:
+    """Run the modules of `model` that need it in `RowInvariant`, with a backend's `linear`; → lines for ``--explain-model``. To be called on a
     loaded model in eval mode, after `fuse_model`. Changes no parameter and no name."""
     found, lines = _Watch(model).found, Counter[str]()
     for path, why in found.items():
         if any(path.startswith(f"{outer}.") for outer in found):
             continue  # runs in what is set around the outer one
         module = model.get_submodule(path)
-        module.forward = _inside(RowInvariant, module.forward)
+        module.forward = _inside(partial(RowInvariant, linear), module.forward)
         lines[f"{type(module).__name__} runs row-invariant ({', '.join(sorted(why))})"] += 1
     return [f"clockwork: {count} x {what}" for what, count in lines.items()]
 
@@ -274,7 +287,7 @@ def isolate_rows(model: PreTrainedModel, backend: Backend) -> list[str]:
     """Do what makes rows independent of each other; → lines for ``--explain-model``."""
     if model.device.type != "cuda":
         route_products(_of_tokens(model), backend.linear)  # torch's product may be many times slower
-        return make_row_invariant(model)
+        return make_row_invariant(model, backend.linear)
     if backend.deterministic:
         route_products(model.modules(), backend.linear)
     return []
