@@ -424,8 +424,8 @@ def test_two_python_threads_may_share_a_backend(native: NativeBackend) -> None:
 def test_a_product_of_a_weight_as_it_lies_has_the_same_bits_with_any_number_of_rows(
     native: NativeBackend, dtype: torch.dtype
 ) -> None:
-    """Of a real layer's size, of which torch's own product has other bits with other numbers of rows on some processors;
-    in two slabs where numbers have four bytes."""
+    """Of a real layer's size, of which torch's own product has other bits with other numbers of rows on some
+    processors; in two slabs where numbers have four bytes."""
     weight, bias, x = (draw(*shape, seed=i).to(dtype) for i, shape in enumerate([(1031, 3072), (1031,), (300, 3072)]))
     all_rows = native.linear(x, weight, bias)
     torch.testing.assert_close(

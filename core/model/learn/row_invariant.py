@@ -8,8 +8,8 @@ On a CPU, two kinds of torch's operators don't (seen with torch 2.13):
   ``exp``, ``tanh``, ``erf``, ``log1p``, ``sin``, ``cos`` and plain arithmetic are the same in both versions, and the
   others can be written with them.
 
-`RowInvariant` mends both, with a backend's products where it can use them. It costs a microsecond or two for every torch call inside it, so it is put only around the
-modules that need it.
+`RowInvariant` mends both, with a backend's products where it can use them. It costs a microsecond or two for every
+torch call inside it, so it is put only around the modules that need it.
 """
 
 from __future__ import annotations
@@ -97,16 +97,17 @@ def _odd_rows(function: Function, args: tuple[Any, ...]) -> int:
     return rows if rows % ROW_MULTIPLE and left.shape[-1] > 1 else 0
 
 
-def _padded(function: Function, /, *args: Any, **kwargs: Any) -> Any:
-    """The function's result. A matrix product is given as many more rows of zeros as make a multiple."""
-    rows = _odd_rows(function, args)
+def _padded(function: Function, by: Function | None, /, *args: Any, **kwargs: Any) -> Any:
+    """The function's result, computed `by` another in its place. A matrix product is given as many more rows of zeros
+    as make a multiple."""
+    rows, by = _odd_rows(function, args), by or function
     if not rows:
-        return function(*args, **kwargs)
+        return by(*args, **kwargs)
     at = LEFT_OPERAND[function]
     left = args[at]
     flat = left.dim() == 1
     padded = F.pad(left[None] if flat else left, (0, 0, 0, -rows % ROW_MULTIPLE))
-    out = function(*args[:at], padded, *args[at + 1 :], **kwargs).narrow(-2, 0, rows)
+    out = by(*args[:at], padded, *args[at + 1 :], **kwargs).narrow(-2, 0, rows)
     return out[0] if flat else out
 
 
@@ -116,30 +117,34 @@ def _grouped_mm(
     """``torch._grouped_mm``: rows ``[n, in]``, sorted by expert and ending at `offs`, times ``[experts, in, out]``. By
     `linear`, a backend's, where each expert's weight lies in memory as ``[out, in]``."""
     out = rows.new_empty(len(rows), weights.shape[2])
-    if linear is not None and not weights[0].t().is_contiguous():
-        linear = None
+    lie_turned = weights.transpose(1, 2).is_contiguous()
     start = 0
     for expert, end in enumerate(offs.tolist()):
         if end > start:
             some, weight = rows[start:end], weights[expert]
-            out[start:end] = linear(some, weight.t()) if linear is not None else _padded(torch.mm, some, weight)
+            if linear is not None and lie_turned:
+                out[start:end] = _padded(F.linear, linear, some, weight.t())
+            else:
+                out[start:end] = _padded(torch.mm, None, some, weight)
             start = end
     return out
 
 
 class RowInvariant(TorchFunctionMode):
-    """Inside this context, linear layers are computed by `linear`, a backend's, other products (without it, all) are
-    padded to whole multiples of rows, and hazardous functions rewritten."""
+    """Inside this context, products are padded to whole multiples of rows, linear layers are computed by `linear`, a
+    backend's, if there is one, and hazardous functions are rewritten."""
 
     def __init__(self, linear: Function | None = None) -> None:
         super().__init__()
-        self._replaced = {**ELEMENTWISE, torch._grouped_mm: partial(_grouped_mm, linear=linear)}
-        if linear is not None:
-            self._replaced[F.linear] = linear
+        self._linear = linear
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        replacement = self._replaced.get(func)
-        return replacement(*args, **(kwargs or {})) if replacement else _padded(func, *args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is torch._grouped_mm:
+            return _grouped_mm(*args, **kwargs, linear=self._linear)
+        if replacement := ELEMENTWISE.get(func):
+            return replacement(*args, **kwargs)
+        return _padded(func, self._linear if func is F.linear else None, *args, **kwargs)
 
 
 class RoutedProducts(TorchFunctionMode):
@@ -188,8 +193,9 @@ class _Watch(TorchFunctionMode):
 
 
 def make_row_invariant(model: PreTrainedModel, linear: Function | None = None) -> list[str]:
-    """Run the modules of `model` that need it in `RowInvariant`, with a backend's `linear`; → lines for ``--explain-model``. To be called on a
-    loaded model in eval mode, after `fuse_model`. Changes no parameter and no name."""
+    """Run the modules of `model` that need it in `RowInvariant`, with a backend's `linear`; → lines for
+    ``--explain-model``. To be called on a loaded model in eval mode, after `fuse_model`. Changes no parameter and no
+    name."""
     found, lines = _Watch(model).found, Counter[str]()
     for path, why in found.items():
         if any(path.startswith(f"{outer}.") for outer in found):
