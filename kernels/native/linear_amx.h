@@ -9,7 +9,7 @@ namespace mainspring {
 template <>
 struct Packed<bf16> {
     static constexpr int MAX_ROWS = 2 * TILE_ROWS;
-    static constexpr int PANELS_AT_A_TIME = 1;
+    static constexpr int PANELS_AT_A_TIME = 2;  // of one row or two: as two streams they come faster from memory
     static constexpr int ALONE = 32768;
     static constexpr int STEP_BYTES = 4 * PANEL, CHUNK_BYTES = PAIRS * STEP_BYTES;  // a chunk: TILE_K values of K
     // Chunks in a block of K. Those of a panel take a third of L1, where they stay while tiles of x come from L2: a core
@@ -24,7 +24,7 @@ struct Packed<bf16> {
     size_t row_bytes_at_a_time() const { return row_bytes(); }
     bool keeps_sums() const { return chunks() > CHUNKS_PER_BLOCK || K % TILE_K; }
     size_t sums_bytes(int rows) const { return (keeps_sums() ? rows : MAX_ROWS) * PANEL * sizeof(float); }
-    size_t piece_bytes() const { return std::min(chunks(), CHUNKS_PER_BLOCK) * CHUNK_BYTES; }
+    size_t piece_bytes() const { return std::max(PANELS_AT_A_TIME, std::min(chunks(), CHUNKS_PER_BLOCK)) * CHUNK_BYTES; }
 
     template <class X>
     void pack(const X* x, char* tile, int rows, int r) const {
@@ -32,8 +32,9 @@ struct Packed<bf16> {
     }
 
     template <class Done>
-    void multiply(int p, int, const Tiles& tiles, int first, int end, const char* packed, float* sums, char* piece,
+    void multiply(int p, int group, const Tiles& tiles, int first, int end, const char* packed, float* sums, char* piece,
                   const Done& done) const {
+        if (group == 2) return multiply_pair(p, tiles.rows, packed, sums, piece, done);
         const int columns = std::min(PANEL, N - p * PANEL);
         const char* panel = (const char*)(data + (size_t)p * PANEL * K);
         const bool stream = end - first == 1;
@@ -71,6 +72,37 @@ struct Packed<bf16> {
     }
 
   private:
+    // Two neighbouring panels times all rows, of which there are one or two.
+    template <class Done>
+    void multiply_pair(int p, int rows, const char* x, float* sums, char* piece, const Done& done) const {
+        const size_t panel_bytes = sizeof(bf16) * PANEL * K;
+        const char* panel = (const char*)data + p * panel_bytes;
+        TileShape shape;
+        shape.set(rows, rows);
+        const auto add = [&](const char* w, size_t other) {
+            tile_load<A0>(x, 64), x += rows * 64;
+            tile_load<B0>(w, STEP_BYTES), tile_multiply<C00, A0, B0>();
+            tile_load<B1>(w + 64, STEP_BYTES), tile_multiply<C01, A0, B1>();
+            tile_load<B0>(w + other, STEP_BYTES), tile_multiply<C10, A0, B0>();
+            tile_load<B1>(w + other + 64, STEP_BYTES), tile_multiply<C11, A0, B1>();
+        };
+        const char* w = panel;
+        for (int chunk = 0; chunk < K / TILE_K; ++chunk, w += CHUNK_BYTES) {
+            for (size_t of : {size_t(0), panel_bytes})
+                for (int byte = 0; byte < CHUNK_BYTES; byte += 64) prefetch(w + of + AHEAD / 2 + byte);
+            add(w, panel_bytes);
+        }
+        if (K % TILE_K) {
+            for (int g = 0; g < 2; ++g) fill_up(panel + g * panel_bytes, PANEL, K / TILE_K, 1, piece + g * CHUNK_BYTES);
+            add(piece, CHUNK_BYTES);
+        }
+        float* other = sums + rows * PANEL;
+        tile_store<C00>(sums, STEP_BYTES), tile_store<C01>(sums + 16, STEP_BYTES);
+        tile_store<C10>(other, STEP_BYTES), tile_store<C11>(other + 16, STEP_BYTES);
+        for (int g = 0; g < 2; ++g)
+            for (int r = 0; r < rows; ++r) done(r, g, sums + (g * rows + r) * PANEL);
+    }
+
     // Chunks [chunk, chunk + count) of a panel, with zeros for the columns and the k that it does not have.
     void fill_up(const char* panel, int columns, int chunk, int count, char* piece) const {
         std::memset(piece, 0, (size_t)count * CHUNK_BYTES);
