@@ -112,7 +112,7 @@ def test_required_gives_a_valid_call_whatever_the_model_prefers(name: str, walk:
     form = tool_grammar(tool_choice(TOOLS, "required", False), TOOL_FORMATS[name])
     assert form is not None
     seen = set()
-    for seed in range(examples(60)):
+    for seed in range(max(30, examples(60))):
         text = walk.output(str(form.grammar), seed, 600)
         calls = calls_of(name, text)
         assert len(calls) == 1, (seed, text)
@@ -216,7 +216,7 @@ def test_marks_that_are_special_tokens_come_as_these_tokens(name: str, mode: str
     starts = ["", thought + between] if mode == "required" else [f"{thought}{between}{opening}"]
     complete = 0
     for start in starts:
-        for seed in range(examples(10)):
+        for seed in range(max(6, examples(10))):
             ids = marked.tokens(str(form.grammar), seed, 400, start)
             text = marked.tokenizer.decode(ids, skip_special_tokens=False)
             for mark, token in marked.special.ids.items():
