@@ -35,11 +35,8 @@ from workloads import WORKLOADS, asks
 
 HERE = Path(__file__).resolve().parent
 LIMIT_SECONDS = 1_200  # of one run
-ONEDNN_ISA = {
-    "avx2": "AVX2",
-    "avx512": "AVX512_CORE_VNNI",
-    "avx512_bf16": "AVX512_CORE_BF16",
-}  # by the name of our level
+# By the name of our level.
+ONEDNN_ISA = {"avx2": "AVX2", "avx512": "AVX512_CORE_VNNI", "avx512_bf16": "AVX512_CORE_BF16"}
 # The matrix rate is that of the fastest product: on machines without bf16 instructions, an fp32 product.
 MEASURE_MACHINE = """
 import json, time, numpy, torch

@@ -100,7 +100,7 @@ def load(level: str | None = None) -> ctypes.CDLL:
     """The native library, compiled first if need be. `level` names one of `LEVELS`; None: MAINSPRING_NATIVE_LEVEL, or
     the best this processor has.
 
-    A compiler may be too old for the best level; then one of the next is used.
+    A compiler may be too old for the best level; then the best one that it can build is used.
 
     Raises:
         BackendUnavailableError: no compiler, a processor the kernels are not written for, or a failed build.

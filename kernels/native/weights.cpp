@@ -144,8 +144,9 @@ EXPORT void mainspring_weight_rows(const int64_t* a) {
 }
 
 // y [M, N] = x [M, K] * weight + bias [N], all of one dtype (likewise). Columns are in the order of the panels. A weight
-// whose sixth word is 2 is none of panels but rows [N, K], which are packed, used and forgotten: of FEW rows of x a panel by
-// each thread; of more a slab of them by all threads, because each slab packs x again.
+// whose sixth word is 2 has rows [N, K] in place of panels; they are packed, used and forgotten. For up to FEW rows of x,
+// each thread packs one panel at a time. For more rows, all threads pack many panels at a time, because x is packed again
+// for each of these pieces.
 EXPORT void mainspring_weight_linear(const int64_t* a) {
     constexpr int FEW = 32, SLAB_BYTES = 8 << 20;
     const Product product = {weight_at(a), Dtype(a[11]), at<void>(a[6]), a[7], int(a[8]), at<void>(a[10]), a[2], at<void>(a[9])};

@@ -3,7 +3,7 @@
 On a CPU, two kinds of torch's operators don't (seen with torch 2.13):
 
 - matrix products over a number of rows that is no multiple of `ROW_MULTIPLE`, as experts of a mixture get them: other
-  code runs the last few rows (and on some processors over any other number of rows);
+  code runs the last few rows. On processors with AMX, also over numbers that are multiples (768 x 3072, for one);
 - some elementwise functions: a scalar version, which rounds differently, computes the end of each thread's share.
   ``exp``, ``tanh``, ``erf``, ``log1p``, ``sin``, ``cos`` and plain arithmetic are the same in both versions, and the
   others can be written with them.
@@ -117,12 +117,12 @@ def _grouped_mm(
     """``torch._grouped_mm``: rows ``[n, in]``, sorted by expert and ending at `offs`, times ``[experts, in, out]``. By
     `linear`, a backend's, where each expert's weight lies in memory as ``[out, in]``."""
     out = rows.new_empty(len(rows), weights.shape[2])
-    lie_turned = weights.transpose(1, 2).is_contiguous()
+    by_linear = linear is not None and weights.transpose(1, 2).is_contiguous()
     start = 0
     for expert, end in enumerate(offs.tolist()):
         if end > start:
             some, weight = rows[start:end], weights[expert]
-            if linear is not None and lie_turned:
+            if by_linear:
                 out[start:end] = _padded(F.linear, linear, some, weight.t())
             else:
                 out[start:end] = _padded(torch.mm, None, some, weight)
