@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import threading
 import time
-import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +15,8 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
-from uvicorn.server import ServerState
 
 from mainspring.engine.args import EngineArgs
 from mainspring.engine.async_llm_engine import AsyncLLMEngine
@@ -32,11 +28,11 @@ from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import Finished
 from mainspring.ipc.params import RequestOutputKind, SamplingParams
-from mainspring.web import bodies, chat, completions, protocol, serve_options, worker
+from mainspring.web import bodies, chat, completions, serve_options
 from mainspring.web.app import App
 from mainspring.web.bodies import ChatBody, CompletionBody, listed_inputs, sampling_params
 from mainspring.web.counters import Counters, shared_file
-from mainspring.web.exchange import DIRECT, Answer, Events, Request, answer, event
+from mainspring.web.exchange import Answer, Events, Request, answer, event
 from mainspring.web.failures import HttpError, http_error
 from mainspring.web.logprobs import chat_logprobs, completion_logprobs
 from mainspring.web.openapi import document
@@ -59,12 +55,6 @@ def tenant(name: str, admin: bool = False) -> Tenant:
 
 class Body(msgspec.Struct):
     text: str
-
-
-@pytest.fixture(autouse=True)
-def _rounds_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test has its own event loop, in which nothing of another one's waits."""
-    monkeypatch.setattr(protocol.LimitedProtocol, "_rounds", protocol._Rounds())
 
 
 @pytest.fixture
@@ -300,228 +290,6 @@ def test_a_stream_that_the_server_ends_is_told_so_in_its_own_form(counters: Coun
     assert sent[-1]["body"] == b'event: error\ndata: "the server shuts down"\n\n'
 
 
-@pytest.mark.parametrize("rest", ["GET /", "\r\n"])
-def test_a_header_after_another_request_may_not_come_slowly_either(monkeypatch: pytest.MonkeyPatch, rest: str) -> None:
-    monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.2)
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body", "body": b""})
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        for _ in range(2):
-            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-            await reader.readuntil(b"\r\n\r\n")
-            await asyncio.sleep(0.4)  # between requests a connection may wait
-        writer.write(rest.encode())
-        return await reader.read()
-
-    assert on_a_connection(app, talk).startswith(b"HTTP/1.1 408 ")
-
-
-def test_what_comes_of_a_body_is_not_copied_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    most = 0
-    receive_data = protocol.LimitedProtocol.data_received
-
-    def data_received(self: protocol.LimitedProtocol, data: bytes) -> None:
-        nonlocal most
-        receive_data(self, data)
-        most = max(most, len(self._rest))
-
-    monkeypatch.setattr(protocol.LimitedProtocol, "data_received", data_received)
-    size = 8 << 20
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        came, more = 0, True
-        while more:
-            message = await receive()
-            came, more = came + len(message["body"]), message["more_body"]
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"7")]})
-        await send({"type": "http.response.body", "body": b"%d" % came})
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + b"a" * size)
-        await writer.drain()
-        await reader.readuntil(b"\r\n\r\n")
-        return await reader.readexactly(7)
-
-    assert on_a_connection(app, talk) == b"%d" % size
-    assert 0 < most < 1 << 20
-
-
-def test_a_client_that_leaves_after_a_second_request_is_noticed_by_the_first() -> None:
-    begun, left = asyncio.Event(), asyncio.Event()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"x", "more_body": True})
-        begun.set()
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        left.set()
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
-        await begun.wait()
-        writer.close()
-        await left.wait()
-        return b"left"
-
-    assert on_a_connection(app, talk) == b"left"
-
-
-def test_connections_that_end_together_are_closed_in_several_rounds() -> None:
-    async def run() -> None:
-        config, state = uvicorn.Config(lambda *_: None, ws="none", lifespan="off", log_config=None), ServerState()
-        config.load()
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: protocol.LimitedProtocol(config, state, {}), "127.0.0.1", 0)
-        clients = [await asyncio.open_connection(*server.sockets[0].getsockname()) for _ in range(50)]
-        while len(state.connections) < 50:
-            await asyncio.sleep(0)
-        for _, writer in clients:
-            writer.close()
-        before, most = 50, 0
-        while state.connections:
-            await asyncio.sleep(0)
-            most, before = max(most, before - len(state.connections)), len(state.connections)
-        assert most <= 2 * protocol.CLOSED_AT_ONCE
-        server.close()
-
-    with asyncio.Runner(loop_factory=worker.loop_factory()) as runner:
-        runner.run(asyncio.wait_for(run(), 20))
-
-
-def test_parts_that_go_without_asgi_are_chunks_like_the_others() -> None:
-    takes = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        direct = scope["extensions"][DIRECT]
-        takes.append(direct.takes_parts)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        takes.append(direct.takes_parts)  # the header waits for the first part
-        for _ in range(2):
-            await send({"type": "http.response.body", "body": b"hello", "more_body": True})
-            takes.append(direct.takes_parts)
-            direct.write_part(b" world, ")
-        direct.flow.pause_writing()
-        takes.append(direct.takes_parts)
-        direct.flow.resume_writing()
-        await send({"type": "http.response.body", "body": b"bye"})
-        takes.append(direct.takes_parts)
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        await reader.readuntil(b"\r\n\r\n")
-        return await reader.readuntil(b"0\r\n\r\n")
-
-    said = b"5\r\nhello\r\n8\r\n world, \r\n"
-    assert on_a_connection(app, talk) == said + said + b"3\r\nbye\r\n0\r\n\r\n"
-    assert takes == [False, False, True, True, False, False]
-
-
-@pytest.mark.parametrize(
-    ("request_line", "headers", "bodies", "writes"),
-    [
-        ("GET / HTTP/1.1", [(b"content-length", b"2")], [b"ok"], [b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"]),
-        ("HEAD / HTTP/1.1", [(b"content-length", b"2")], [b"ok"], [b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"]),
-        (
-            "GET / HTTP/1.1",
-            [],
-            [b"a", b"b", b""],
-            [
-                b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n",
-                b"1\r\nb\r\n",
-                b"0\r\n\r\n",
-            ],
-        ),
-        (
-            "POST / HTTP/1.1\r\nexpect: 100-continue",
-            [(b"content-length", b"0")],
-            [b""],
-            [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"],
-        ),
-        # a handler that fails between the two
-        ("GET / HTTP/1.1", [(b"content-length", b"2")], [], [b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"]),
-    ],
-)
-def test_a_header_goes_out_with_the_first_part(
-    monkeypatch: pytest.MonkeyPatch, request_line: str, headers: list[Any], bodies: list[bytes], writes: list[bytes]
-) -> None:
-    written, made = [], protocol.LimitedProtocol.connection_made
-
-    class Noting:
-        def __init__(self, transport: Any) -> None:
-            self._transport = transport
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._transport, name)
-
-        def write(self, data: bytes) -> None:
-            written.append(data)
-            self._transport.write(data)
-
-    monkeypatch.setattr(protocol.LimitedProtocol, "connection_made", lambda self, real: made(self, Noting(real)))
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await receive()
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for at, body in enumerate(bodies, 1):
-            await send({"type": "http.response.body", "body": body, "more_body": at < len(bodies)})
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(f"{request_line}\r\nconnection: close\r\nhost: x\r\n\r\n".encode())
-        return await reader.read()
-
-    assert on_a_connection(app, talk) == b"".join(written)
-    assert [one.replace(b"connection: close\r\n", b"") for one in written] == writes
-
-
-def test_a_client_that_leaves_before_its_answer_leaves_no_garbage() -> None:
-    begun, kept = asyncio.Event(), []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        kept.append(weakref.ref(scope["extensions"][DIRECT]))
-        begun.set()
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        await begun.wait()
-        writer.close()
-        for _ in range(200):
-            await asyncio.sleep(0.01)
-            if kept[0]() is None:
-                return b"gone"
-        return b"there"
-
-    gc.collect()
-    gc.disable()
-    try:
-        assert on_a_connection(app, talk) == b"gone"
-    finally:
-        gc.enable()
-
-
-def test_an_answer_whose_length_is_told_has_no_parts_without_asgi() -> None:
-    takes = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        takes.append(scope["extensions"][DIRECT].takes_parts)
-        await send({"type": "http.response.body", "body": b"ok"})
-
-    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        return await reader.readuntil(b"ok")
-
-    assert on_a_connection(app, talk).endswith(b"ok")
-    assert takes == [False]
-
-
 class Written:
     """What a handler sends directly and as events, in order."""
 
@@ -586,27 +354,6 @@ def test_a_stream_is_the_same_with_and_without_direct_parts(monkeypatch: pytest.
     assert run(all_parts) == expected
     assert run(some_parts, pauses=True) == expected
     assert 0 < some_parts.direct < all_parts.direct
-
-
-def on_a_connection(
-    app: Any, talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, bytes]]
-) -> bytes:
-    """What `talk` finds out on a connection to a server of this application."""
-
-    async def run() -> bytes:
-        config, state = uvicorn.Config(app, ws="none", lifespan="off", log_config=None), ServerState()
-        config.load()
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: protocol.LimitedProtocol(config, state, {}), "127.0.0.1", 0)
-        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        try:
-            return await asyncio.wait_for(talk(reader, writer), 20)
-        finally:
-            writer.close()
-            server.close()
-
-    with asyncio.Runner(loop_factory=worker.loop_factory()) as runner:
-        return runner.run(run())
 
 
 def test_a_chat_template_of_a_request_is_refused_unless_they_are_trusted() -> None:

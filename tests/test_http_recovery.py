@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -131,7 +132,12 @@ def test_new_requests_wait_for_a_core_for_a_time_and_are_then_refused(folder: Pa
 
 
 def workers_of(server: HttpServer) -> list[psutil.Process]:
-    return [one for one in psutil.Process(server.process.pid).children() if "mainspring.web.worker" in one.cmdline()]
+    found = []
+    for one in psutil.Process(server.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a process that has just ended has no command line
+            if "mainspring.web.worker" in one.cmdline():
+                found.append(one)
+    return found
 
 
 def test_a_killed_worker_ends_only_its_own_connections(folder: Path) -> None:

@@ -6,11 +6,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from ..ipc.messages import ModelFacts
 from .counters import Counters
-from .exchange import EVENTS, JSON, Answer, Header, Receive, Request, Send, event, json_of, request_id
+from .exchange import DIRECT, EVENTS, JSON, Answer, Direct, Header, Receive, Request, Send, event, json_of, request_id
 from .failures import HttpError, http_error
 from .forms import read_form
 from .router import Route, Router
@@ -54,7 +54,15 @@ class App:
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         began, status, request, route = time.monotonic(), 0, None, None
         self._counters.began()
+        direct: Direct | None = scope.get("extensions", {}).get(DIRECT)
         watch: asyncio.Task[None] | None = None
+        gone = False
+
+        def leave() -> None:
+            nonlocal gone
+            gone = True
+            task.cancel()
+
         reply = _Reply(send, self._cors(scope))
         try:
             try:
@@ -64,15 +72,17 @@ class App:
                 route, params = self._router.find(scope["method"], scope["path"])
                 reply.error_form = route.error_form
                 tenant = self._tenants.of(scope["headers"], route.access)
-                body = await self._body(scope, receive)
+                body = await self._body(scope, receive, direct)
                 request = Request(scope, tenant, params, len(body))
                 reply.request_id = request.id
-                task = asyncio.current_task()
-                assert task is not None
-                watch = asyncio.get_running_loop().create_task(_watch(receive, task))
+                task = cast("asyncio.Task[None]", asyncio.current_task())
+                if direct is not None:
+                    direct.watch(leave)
+                else:
+                    watch = asyncio.get_running_loop().create_task(_watch(receive, leave))
                 await self._answer(route, request, body, reply)
             except asyncio.CancelledError:
-                if watch is None or not watch.done():  # the server ends
+                if not gone:  # the server ends
                     await reply.fail(HttpError(503, "the server shuts down", close=True))
                 else:
                     reply.status = 499  # the client has gone
@@ -121,24 +131,27 @@ class App:
             if (close := getattr(events, "aclose", None)) is not None:
                 await close()
 
-    async def _body(self, scope: Mapping[str, Any], receive: Receive) -> bytearray:
+    async def _body(self, scope: Mapping[str, Any], receive: Receive, direct: Direct | None) -> bytearray:
         """The whole body.
 
         Raises:
             HttpError: it is too long, or comes too slowly.
         """
         limit = self._max_body_bytes
-        too_long = HttpError(413, f"the body is longer than {limit} bytes", close=True)
         for name, value in scope["headers"]:
             if name == b"content-length" and (not value.isdigit() or int(value[:20]) > limit):
-                raise too_long
-        body, more, began = bytearray(), True, time.monotonic()
+                raise _too_long(limit)
+        body = None if direct is None else direct.take_body()
+        more, began = body is None, time.monotonic()
+        body = bytearray() if body is None else body
         while more:
             message = await self._next(receive, began + len(body) / MIN_BODY_RATE - time.monotonic())
             body += message.get("body", b"")
             if len(body) > limit:
-                raise too_long
+                break
             more = message.get("more_body", False)
+        if len(body) > limit:
+            raise _too_long(limit)
         return body
 
     async def _next(self, receive: Receive, ahead: float) -> dict[str, Any]:
@@ -198,11 +211,15 @@ class _Reply:
             await self.end(self.failed(error.body()) + self.last)
 
 
-async def _watch(receive: Receive, task: asyncio.Task[Any]) -> None:
-    """Cancel the task when the client has gone."""
+def _too_long(limit: int) -> HttpError:
+    return HttpError(413, f"the body is longer than {limit} bytes", close=True)
+
+
+async def _watch(receive: Receive, leave: Callable[[], None]) -> None:
+    """Call `leave` when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    task.cancel()
+    leave()
 
 
 def _log(

@@ -25,8 +25,14 @@ TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C's trace context
 
 
 class Direct(Protocol):
-    """Sends parts of the answer that is being streamed without ASGI, whose `send` needs a task. The server gives it as
-    the extension `DIRECT` of the scope."""
+    """The connection of the request that is being answered, for what takes a task or a wait with ASGI. The server gives
+    it as the extension `DIRECT` of the scope."""
+
+    def take_body(self) -> bytearray | None:
+        """The body, if all of it has come and nothing was received yet."""
+
+    def watch(self, left: Callable[[], object]) -> None:
+        """Call `left` if the client leaves before its answer is complete. The body must have been received."""
 
     @property
     def takes_parts(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -138,6 +139,8 @@ class LimitedProtocol(HttpToolsProtocol):
     _body_left = 0  # bytes of the body that are to come, if the header says so
     _timer: asyncio.TimerHandle | None = None
     _running: Any = None  # the cycle of the request that is being answered; `cycle` is that of the latest one
+    _left: Callable[[], object] | None = None  # of `watch`, for that request
+    _lost = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -149,12 +152,32 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()
-        self._rest = b""
+        self._rest, self._lost = b"", True
         if self._running is not None:
             self._running.transport = self.transport  # else an answer that has not begun would keep itself alive
         self.cycle = self._running  # uvicorn tells this one that the client has left
         super().connection_lost(exc)
         self.cycle = self._running = self.scope = None  # type: ignore[assignment]  # the scope refers to this object
+        left, self._left = self._left, None
+        if left is not None:
+            left()
+
+    def take_body(self) -> bytearray | None:
+        """See `exchange.Direct`."""
+        one = self._running
+        if one is None or one.more_body:
+            return None
+        body: bytearray = one.body
+        one.body = bytearray()
+        return body
+
+    def watch(self, left: Callable[[], object]) -> None:
+        """See `exchange.Direct`."""
+        if self._lost:
+            left()
+        else:
+            self._left = left
+            self.flow.resume_reading()  # as uvicorn does for who waits for the client's next message
 
     @property
     def takes_parts(self) -> bool:
@@ -177,6 +200,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if isinstance(unbegun := self._running.transport, _Unbegun):  # it has a header only
             unbegun.begin()
+        self._left = None
         super().on_response_complete()
 
     def eof_received(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections import deque
@@ -48,7 +49,7 @@ _MADE = {  # fields of `Sampling` that `core_message` computes; the others are c
 _COPIED = {name: _BY_TYPE[kind] for name, kind in Sampling.__annotations__.items() if name not in _MADE}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # to make a frozen one takes three times as long
 class EngineCoreRequest:
     """A request that was checked and is ready to be sent. `add_request` takes it in place of a prompt."""
 
@@ -72,6 +73,7 @@ class EngineCoreRequest:
     extra_args: bytes | None = None  # for the core's logits processors; None: it has none
     data_parallel_rank: int | None = None  # number of the core that gets it; None: any
     media: RequestMedia | None = None  # images and the like; prompt_token_ids then has placeholders
+    message: AddRequest | None = field(default=None, compare=False)  # what the core gets, but for the handle, if made
 
 
 class InputProcessor:
@@ -215,7 +217,10 @@ class InputProcessor:
             data_parallel_rank=data_parallel_rank,
             media=parsed.media,
         )
-        self._request_check.check(core_message(request, 0))
+        message = core_message(request, 0)
+        self._request_check.check(message)
+        if own_params and params.width == 1:  # else it may change, or is one of several
+            request.message = message
         return request
 
     def parse(self, prompt: Any) -> ParsedPrompt:
@@ -391,6 +396,8 @@ def _no_client() -> MediaClient:
 
 def core_messages(request: EngineCoreRequest, handles: Iterable[int]) -> list[AddRequest]:
     """One message for each completion, each with its own handle; of a beam search the first beam's."""
+    if request.message is not None:
+        return [msgspec.structs.replace(request.message, handle=handle) for handle in itertools.islice(handles, 1)]
     width = 1 if request.params.use_beam_search else request.params.width
     numbered = zip(range(width), handles, strict=False)
     return [core_message(request, handle, index=index) for index, handle in numbered]

@@ -29,6 +29,7 @@ _FORMATS = get_args(ContentFormat)
 _TEXT_TYPES = ("text", "input_text", "output_text", "refusal")  # types of parts that are text
 _MEDIA = re.compile(r"(input_)?(image|audio|video|file)s?(_\w+)?")  # types of parts that are media
 _MEDIA_KEYS = re.compile(r"(input_)?(image|audio|video)s?(_url)?")  # in a message, or in a part without type
+_PLAIN = {"role", "content", "name"}  # keys of a message that is nothing but text
 _SPEAKERS = ("system", "developer", "user", "assistant")  # content of the other roles may be data of any form
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # the trailing space shows whether the template trims
@@ -149,6 +150,8 @@ def _unify_content(
     """Refuse parts of messages that the model does not take. Give all contents the form that the template reads."""
     lists: dict[int, list[str | None]] = {}  # index of a message → the texts of its parts; None: a part is no text
     for at, message in enumerate(messages):
+        if isinstance(message.get("content"), str) and message.keys() <= _PLAIN:
+            continue
         content, speaks = message.get("content"), message["role"] in _SPEAKERS
         parts = content if isinstance(content, list) else [content] if isinstance(content, dict) and speaks else None
         for part in ({**message, "type": None}, *(parts or ())):
