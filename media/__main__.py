@@ -21,7 +21,7 @@ from .server import MediaServer
 
 logger = logging.getLogger(__name__)
 
-NICENESS = 19  # so that the core's steps do not wait for it
+NICENESS = 10  # the core's steps hardly wait for it, and beside many streams it still gets a tenth of a processor
 SLICE_NS = 100_000  # the shortest that Linux takes
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # the system call, which Python does not have
 

@@ -215,7 +215,7 @@ def test_a_worker_starts_when_there_is_something_to_prepare(llava: Path) -> None
     assert core.workers.pids == []
     prepared = media.prepare("a <image>", [image(1)], {}).result(PATIENCE_S)
     [pid] = core.workers.pids
-    assert psutil.Process(pid).nice() == 19
+    assert psutil.Process(pid).nice() == 10
     if platform.machine() == "x86_64" and tuple(map(int, platform.release().split(".")[:2])) >= (6, 12):
         attributes = ctypes.create_string_buffer(48)
         assert ctypes.CDLL(None).syscall(315, pid, attributes, 48, 0) == 0  # sched_getattr

@@ -346,6 +346,26 @@ void recurrence(Form form, Dtype dtype, int64_t K, int64_t V, bool whole_norm, c
     digest = before;  // exp and log1p are the system's
 }
 
+// Whether a thread leaves a processor that another one has taken, if there are others.
+void seats() {
+    cpu_set_t allowed, first;
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || CPU_COUNT(&allowed) < 2) return;
+    int at = 0;
+    while (!CPU_ISSET(at, &allowed)) ++at;
+    CPU_ZERO(&first), CPU_SET(at, &first);
+    bool moved = false;
+    for (int tries = 0; tries < 20 && !moved; ++tries) {  // the system may move it back at once
+        if (sched_setaffinity(0, sizeof(first), &first) != 0 || sched_setaffinity(0, sizeof(allowed), &allowed) != 0) return;
+        Seats taken;
+        taken.mark(at);
+        taken.take();
+        moved = Seats::processor() != at;
+    }
+    cpu_set_t now;
+    if (!moved || sched_getaffinity(0, sizeof(now), &now) != 0 || !CPU_EQUAL(&now, &allowed))
+        std::puts("a thread stays on another one's processor"), std::exit(1);
+}
+
 }  // namespace
 
 int main() {
@@ -392,5 +412,6 @@ int main() {
             }
         });
     }
+    seats();
     std::printf("all kernels ran: %016lx\n", (unsigned long)digest);
 }
