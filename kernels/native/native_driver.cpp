@@ -352,7 +352,8 @@ void seats() {
     if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0 || CPU_COUNT(&allowed) < 2) return;
     int at = 0;
     while (!CPU_ISSET(at, &allowed)) ++at;
-    CPU_ZERO(&first), CPU_SET(at, &first);
+    CPU_ZERO(&first);
+    CPU_SET(at, &first);
     bool moved = false;
     for (int tries = 0; tries < 20 && !moved; ++tries) {  // the system may move it back at once
         if (sched_setaffinity(0, sizeof(first), &first) != 0 || sched_setaffinity(0, sizeof(allowed), &allowed) != 0) return;
