@@ -281,25 +281,27 @@ static void check_bits(unsigned seed) {
 static void check_tiles(unsigned seed) {
     std::mt19937 rng(seed);
     int small = 0;
-    for (float scale : {1.0f, 1e-10f, 1e-19f, 1e-38f}) {
-        const int M = 21, N = 32, K = 106;
-        const auto original = random_numbers<bf16>((size_t)N * K, rng, scale), x = random_numbers<bf16>((size_t)M * K, rng, scale);
-        std::vector<float> y((size_t)M * N);
-        by_team(1, x.data(), K, packed_weight(original, N, K).data(), M, N, K, Store<float, bf16>{y.data(), N});
-        const FlushDenormals flush;
-        for (int m = 0; m < M; ++m)
-            for (int n = 0; n < N; ++n) {
-                float sum = 0;
-                for (int k = 0; k < K; k += TILE_K) {
-                    float parts[2] = {};
-                    for (int i = k; i < k + TILE_K; ++i)  // beyond K: zeros
-                        parts[i % 2] = std::fma(i < K ? load_one(&x[m * K + i]) : 0,
-                                                i < K ? load_one(&original[n * K + i]) : 0, parts[i % 2]);
-                    sum = sum + (parts[0] + parts[1]);
+    for (int M : {1, 2, 21}) {
+        for (float scale : {1.0f, 1e-10f, 1e-19f, 1e-38f}) {
+            const int N = 168, K = 106;  // four panels, one alone, and a narrow one
+            const auto original = random_numbers<bf16>((size_t)N * K, rng, scale), x = random_numbers<bf16>((size_t)M * K, rng, scale);
+            std::vector<float> y((size_t)M * N);
+            by_team(1, x.data(), K, packed_weight(original, N, K).data(), M, N, K, Store<float, bf16>{y.data(), N});
+            const FlushDenormals flush;
+            for (int m = 0; m < M; ++m)
+                for (int n = 0; n < N; ++n) {
+                    float sum = 0;
+                    for (int k = 0; k < K; k += TILE_K) {
+                        float parts[2] = {};
+                        for (int i = k; i < k + TILE_K; ++i)  // beyond K: zeros
+                            parts[i % 2] = std::fma(i < K ? load_one(&x[m * K + i]) : 0,
+                                                    i < K ? load_one(&original[n * K + i]) : 0, parts[i % 2]);
+                        sum = sum + (parts[0] + parts[1]);
+                    }
+                    small += sum == 0;
+                    CHECK(!std::memcmp(&sum, &y[m * N + n], sizeof sum), "tiles: %g in place of %g", y[m * N + n], sum);
                 }
-                small += sum == 0;
-                CHECK(!std::memcmp(&sum, &y[m * N + n], sizeof sum), "tiles: %g in place of %g", y[m * N + n], sum);
-            }
+        }
     }
     CHECK(small > 0, "tiles: no product was a denormal");
 }

@@ -9,7 +9,7 @@ namespace mainspring {
 template <>
 struct Packed<bf16> {
     static constexpr int MAX_ROWS = 2 * TILE_ROWS;
-    static constexpr int PANELS_AT_A_TIME = 2;  // of one row or two: as two streams they come faster from memory
+    static constexpr int PANELS_AT_A_TIME = 4;  // of one row or two: as several streams they come faster from memory
     static constexpr int ALONE = 32768;
     static constexpr int STEP_BYTES = 4 * PANEL, CHUNK_BYTES = PAIRS * STEP_BYTES;  // a chunk: TILE_K values of K
     // Chunks in a block of K. Those of a panel take a third of L1, where they stay while tiles of x come from L2: a core
@@ -34,7 +34,11 @@ struct Packed<bf16> {
     template <class Done>
     void multiply(int p, int group, const Tiles& tiles, int first, int end, const char* packed, float* sums, char* piece,
                   const Done& done) const {
-        if (group == 2) return multiply_pair(p, tiles.rows, packed, sums, piece, done);
+        if (group > 1 && tiles.rows == 1) return multiply_four(p, packed, sums, piece, done);
+        if (group > 1) {
+            for (int g = 0; g < group; g += 2) multiply_pair(p, g, tiles.rows, packed, sums, piece, done);
+            return;
+        }
         const int columns = std::min(PANEL, N - p * PANEL);
         const char* panel = (const char*)(data + (size_t)p * PANEL * K);
         const bool stream = end - first == 1;
@@ -72,11 +76,53 @@ struct Packed<bf16> {
     }
 
   private:
-    // Two neighbouring panels times all rows, of which there are one or two.
+    // Four neighbouring panels times the only row: the sums that tiles would give, but tiles have no room for so many.
     template <class Done>
-    void multiply_pair(int p, int rows, const char* x, float* sums, char* piece, const Done& done) const {
+    void multiply_four(int p, const char* x, float* sums, char* piece, const Done& done) const {
+        const FlushDenormals flush;
         const size_t panel_bytes = sizeof(bf16) * PANEL * K;
         const char* panel = (const char*)data + p * panel_bytes;
+        const I32 upper_half = iset(int(0xffff0000));
+        F32 all[4][2];
+        for (auto& of_panel : all) of_panel[0] = of_panel[1] = zero();
+        const auto add_chunk = [&](const char* w, size_t other) {
+            F32 parts[2][4][2];
+            for (auto& part : parts)
+                for (auto& of_panel : part) of_panel[0] = of_panel[1] = zero();
+            for (int s = 0; s < PAIRS; ++s, w += STEP_BYTES, x += 4) {
+                const uint32_t pair = *(const uint32_t*)x;
+                const F32 x_even = from_bits(iset(int(pair << 16))), x_odd = from_bits(iset(int(pair & 0xffff0000)));
+#pragma GCC unroll 4
+                for (int g = 0; g < 4; ++g)
+#pragma GCC unroll 2
+                    for (int j = 0; j < 2; ++j) {
+                        const char* from = w + g * other + j * 64;
+                        prefetch(from + AHEAD / 4);
+                        const I32 pairs = iload((const int32_t*)from);
+                        parts[0][g][j] = fma(from_bits(_mm512_slli_epi32(pairs, 16)), x_even, parts[0][g][j]);
+                        parts[1][g][j] = fma(from_bits(_mm512_and_si512(pairs, upper_half)), x_odd, parts[1][g][j]);
+                    }
+            }
+            for (int g = 0; g < 4; ++g)
+                for (int j = 0; j < 2; ++j) all[g][j] = add(all[g][j], add(parts[0][g][j], parts[1][g][j]));
+        };
+        const char* w = panel;
+        for (int chunk = 0; chunk < K / TILE_K; ++chunk, w += CHUNK_BYTES) add_chunk(w, panel_bytes);
+        if (K % TILE_K) {
+            for (int g = 0; g < 4; ++g) fill_up(panel + g * panel_bytes, PANEL, K / TILE_K, 1, piece + g * CHUNK_BYTES);
+            add_chunk(piece, CHUNK_BYTES);
+        }
+        for (int g = 0; g < 4; ++g) {
+            store(sums, all[g][0]), store(sums + LANES, all[g][1]);
+            done(0, g, sums);
+        }
+    }
+
+    // Panels p + of and the next one times all rows, of which there are one or two.
+    template <class Done>
+    void multiply_pair(int p, int of, int rows, const char* x, float* sums, char* piece, const Done& done) const {
+        const size_t panel_bytes = sizeof(bf16) * PANEL * K;
+        const char* panel = (const char*)data + (p + of) * panel_bytes;
         TileShape shape;
         shape.set(rows, rows);
         const auto add = [&](const char* w, size_t other) {
@@ -100,7 +146,7 @@ struct Packed<bf16> {
         tile_store<C00>(sums, STEP_BYTES), tile_store<C01>(sums + 16, STEP_BYTES);
         tile_store<C10>(other, STEP_BYTES), tile_store<C11>(other + 16, STEP_BYTES);
         for (int g = 0; g < 2; ++g)
-            for (int r = 0; r < rows; ++r) done(r, g, sums + (g * rows + r) * PANEL);
+            for (int r = 0; r < rows; ++r) done(r, of + g, sums + (g * rows + r) * PANEL);
     }
 
     // Chunks [chunk, chunk + count) of a panel, with zeros for the columns and the k that it does not have.
