@@ -141,14 +141,11 @@ class App:
         for name, value in scope["headers"]:
             if name == b"content-length" and (not value.isdigit() or int(value[:20]) > limit):
                 raise _too_long(limit)
-        body = None if direct is None else direct.take_body()
-        more, began = body is None, time.monotonic()
-        body = bytearray() if body is None else body
-        while more:
+        whole = None if direct is None else direct.take_body()
+        body, more, began = bytearray() if whole is None else whole, whole is None, time.monotonic()
+        while more and len(body) <= limit:
             message = await self._next(receive, began + len(body) / MIN_BODY_RATE - time.monotonic())
             body += message.get("body", b"")
-            if len(body) > limit:
-                break
             more = message.get("more_body", False)
         if len(body) > limit:
             raise _too_long(limit)
