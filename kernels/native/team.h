@@ -99,6 +99,7 @@ class Team {
         sleepers_.fetch_add(1);
         while (phase_.load() == phase) sleep(phase);
         sleepers_.fetch_sub(1);
+        // The system may have woken it on the processor of who ended the phase, which goes on there.
         if (const int awake = awake_.load(std::memory_order_relaxed); awake == Seats::processor()) {
             Seats seats;
             seats.mark(awake);
