@@ -189,7 +189,7 @@ class Attention {
                 begin_range(rows);
             }
         }
-        if (unit.merge >= 0) return hand_in(unit, rows);
+        if (unit.merge >= 0) return hand_in(unit);
         for_each_row(unit, [&](int64_t row, int64_t token, int64_t head) {
             if (one_range)
                 finish(token, head, largest_[row], sum(load(weight_lanes_ + row * LANES)), sums_ + row * columns_);
@@ -423,24 +423,29 @@ class Attention {
             store(sums + d, fma(load(sums + d), set(keep), mul(load(more + d), set(take))));
     }
 
-    void hand_in(const Unit& unit, int64_t rows) {
+    void hand_in(const Unit& unit) {
         Merge& merge = plan_.merges[unit.merge];
-        float* part = plan_.parts.data() + merge.at + unit.part * rows * row_floats_;
-        for (int64_t row = 0; row < rows; ++row) {
-            float* to = part + row * row_floats_;
+        const int group = spec_.group();
+        const auto part_of = [&](int64_t part, int64_t token, int64_t kv_head, int64_t of_group) {
+            const int64_t row = ((kv_head - merge.head_begin) * merge.tokens() + token - merge.row_begin) * group + of_group;
+            return plan_.parts.data() + merge.at + (part * merge.rows(group) + row) * row_floats_;
+        };
+        for_each_row(unit, [&](int64_t row, int64_t token, int64_t head) {
+            float* to = part_of(unit.part, token, head / group, head % group);
             to[0] = largest_[row], to[1] = sum(load(weight_lanes_ + row * LANES));
             std::memcpy(to + 2, sums_ + row * columns_, columns_ * sizeof(float));
-        }
-        if (merge.open.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-        merge.open.store(merge.parts, std::memory_order_relaxed);  // for the next layer
-        for_each_row(unit, [&](int64_t row, int64_t token, int64_t head) {
-            float most = -INFINITE, weights = 0;
-            for (int p = 0; p < merge.parts; ++p) {
-                const float* from = plan_.parts.data() + merge.at + (p * rows + row) * row_floats_;
-                join(most, weights, all_sums_, from[0], from[1], from + 2);
-            }
-            finish(token, head, most, weights, all_sums_);
         });
+        if (merge.open.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+        merge.open.store(merge.units, std::memory_order_relaxed);  // for the next layer
+        for (int64_t head = merge.head_begin * group; head < merge.head_end * group; ++head)
+            for (int64_t token = merge.row_begin; token < merge.row_end; ++token) {
+                float most = -INFINITE, weights = 0;
+                for (int p = 0; p < merge.parts; ++p) {
+                    const float* from = part_of(p, token, head / group, head % group);
+                    join(most, weights, all_sums_, from[0], from[1], from + 2);
+                }
+                finish(token, head, most, weights, all_sums_);
+            }
     }
 
     void finish(int64_t token, int64_t head, float most, float weights, float* sums) {

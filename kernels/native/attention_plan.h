@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <vector>
 
@@ -32,9 +33,10 @@ struct Spec {
     int group() const { return q_heads / kv_heads; }
 };
 
-// Neighbouring tokens of a request, neighbouring KV heads and neighbouring tiles: what one thread does in one go.
+// Neighbouring tokens of a request, neighbouring KV heads and neighbouring tiles: what one thread does in one go. Or
+// tokens of neighbouring requests, and tiles that lie in the same blocks for all of them.
 struct Unit {
-    int request;
+    int request;  // whose blocks these are
     int head_begin, head_end;  // KV heads
     int64_t row_begin, row_end;  // query rows (tokens) of the batch
     int64_t position;  // of row_begin
@@ -47,11 +49,19 @@ struct Unit {
 
 // Ranges that were computed apart, to be joined in order by whoever finishes last.
 struct Merge {
-    int parts;
-    int64_t at;  // where its sums lie: [parts][rows][row_floats]
-    std::atomic<int> open{0};  // parts that are not there yet
-    Merge(int parts, int64_t at) : parts(parts), at(at), open(parts) {}
-    Merge(Merge&& other) noexcept : parts(other.parts), at(other.at), open(other.parts) {}
+    int parts, units;
+    int head_begin, head_end;  // KV heads
+    int64_t row_begin, row_end;  // tokens
+    // Where its sums lie: [parts][heads][tokens][group][row_floats]. A row that has fewer parts has nothing in the last ones.
+    int64_t at;
+    std::atomic<int> open{0};  // units that are not done yet
+    Merge(int parts, int units, int head_begin, int head_end, int64_t row_begin, int64_t row_end, int64_t at)
+        : parts(parts), units(units), head_begin(head_begin), head_end(head_end), row_begin(row_begin), row_end(row_end),
+          at(at), open(units) {}
+    Merge(Merge&& other) noexcept
+        : Merge(other.parts, other.units, other.head_begin, other.head_end, other.row_begin, other.row_end, other.at) {}
+    int64_t tokens() const { return row_end - row_begin; }
+    int64_t rows(int group) const { return (head_end - head_begin) * tokens() * group; }
 };
 
 struct Plan {
@@ -67,6 +77,8 @@ struct Plan {
     std::vector<Merge> merges;
     std::vector<float> parts;  // sums of ranges that were computed apart
     int most_rows = 0;  // tokens x group x heads of the largest unit
+
+    static constexpr float NOTHING = -std::numeric_limits<float>::infinity();  // the largest score of a row without a part
 
     // Floats a row's sums take: the largest score, the sum of weights, the weighted values.
     static int64_t row_floats(const Spec& spec) { return 2 + (spec.value_dim + 31) / 32 * 32; }
@@ -107,7 +119,59 @@ inline std::unique_ptr<Plan> plan_attention(
     const int64_t share = (total + threads - 1) / threads;
 
     int64_t parts_at = 0, room = share;  // in the share of whose turn it is
+    const auto add_merge = [&](int parts, int units, int h0, int h1, int64_t row, int64_t end) {
+        plan->merges.emplace_back(parts, units, h0, h1, row, end, parts_at);
+        parts_at += parts * plan->merges.back().rows(group) * Plan::row_floats(spec);
+        return int(plan->merges.size()) - 1;
+    };
+
+    const auto last_of = [&](int one) { return plan->position[one] + qo_indptr[one + 1] - qo_indptr[one] - 1; };
+    const auto ranges_of = [&](int one) { return last_of(one) / TILE / TILES_PER_RANGE + 1; };
+    // The ranges that lie in the same blocks for this request and the one before it, and come before all of its rows.
+    const auto shared_ranges = [&](int r) -> int64_t {
+        if (spec.window || spec.bias_columns || reach) return 0;
+        const int32_t *mine = kv_indices + kv_indptr[r], *others = kv_indices + kv_indptr[r - 1];
+        const int64_t most = std::min(kv_indptr[r + 1] - kv_indptr[r], kv_indptr[r] - kv_indptr[r - 1]);
+        const int64_t blocks = std::mismatch(mine, mine + most, others).first - mine;
+        const int64_t before = std::min(plan->position[r], plan->position[r - 1]);
+        return std::min(blocks * block_size, before) / (TILE * TILES_PER_RANGE);
+    };
+    // Requests [r, end) whose first ranges are the same: those are computed once for all rows together.
+    const auto plan_family = [&](int r, int end, int64_t ranges) {
+        const int64_t row = qo_indptr[r], tokens = qo_indptr[end] - row, shared = ranges * TILES_PER_RANGE;
+        const int step = int(std::max<int64_t>(1, std::min<int64_t>(UNIT_ROWS / (tokens * group), spec.kv_heads / threads)));
+        for (int h0 = 0, h1; h0 < spec.kv_heads; h0 = h1) {
+            h1 = std::min(h0 + step, spec.kv_heads);
+            int64_t units = ranges, parts = ranges;
+            for (int one = r; one < end; ++one) units += ranges_of(one) - ranges, parts = std::max(parts, ranges_of(one));
+            const int merge = add_merge(int(parts), int(units), h0, h1, row, row + tokens);
+            plan->most_rows = std::max(plan->most_rows, int(tokens * group * (h1 - h0)));
+            const auto add = [&](int one, int64_t from, int64_t to, int64_t position, int64_t last, int64_t range) {
+                const int64_t t0 = range * TILES_PER_RANGE, t1 = std::min(last / TILE + 1, t0 + TILES_PER_RANGE);
+                const int64_t cost = tile_cost(to - from) * (t1 - t0) * (h1 - h0);
+                plan->units.push_back({one, h0, h1, from, to, position, last, t0, t1, merge, int(range), cost});
+            };
+            for (int64_t range = 0; range < ranges; ++range) add(r, row, row + tokens, shared * TILE, shared * TILE - 1, range);
+            for (int one = r; one < end; ++one)
+                for (int64_t range = ranges; range < ranges_of(one); ++range)
+                    add(one, qo_indptr[one], qo_indptr[one + 1], plan->position[one], last_of(one), range);
+        }
+    };
+
     for (int r = 0; r < requests; ++r) {
+        int64_t ranges = 0;
+        int end = r + 1;
+        for (; end < requests && qo_indptr[end + 1] - qo_indptr[r] <= unit_tokens; ++end) {
+            const int64_t common = shared_ranges(end), wanted = ranges ? ranges : common;
+            // Of much longer requests, all ranges would have to be kept apart.
+            if (!common || common < wanted || std::max(ranges_of(r), ranges_of(end)) > 2 * wanted + 3) break;
+            ranges = wanted;
+        }
+        if (ranges) {
+            plan_family(r, end, ranges);
+            r = end - 1;
+            continue;
+        }
         const int64_t tokens = qo_indptr[r + 1] - qo_indptr[r];
         const int64_t pieces = (tokens + unit_tokens - 1) / unit_tokens;
         for (int64_t piece = 0; piece < pieces; ++piece) {
@@ -130,10 +194,7 @@ inline std::unique_ptr<Plan> plan_attention(
                 room -= cost * (h1 - h0);
                 const int rows = (to - from) * group * (h1 - h0);
                 plan->most_rows = std::max(plan->most_rows, rows);
-                if (splits > 1) {
-                    plan->merges.emplace_back(int(splits), parts_at);
-                    parts_at += splits * rows * Plan::row_floats(spec);
-                }
+                const int merge = splits > 1 ? add_merge(int(splits), int(splits), h0, h1, row, row + (to - from)) : -1;
                 for (int64_t split = 0; split < splits; ++split) {
                     int64_t t0 = begin, t1 = end;
                     if (splits > 1) {
@@ -143,14 +204,13 @@ inline std::unique_ptr<Plan> plan_attention(
                     }
                     plan->units.push_back(
                         {r, h0, h1, row, row + (to - from), position, last, t0, t1,
-                         splits > 1 ? int(plan->merges.size()) - 1 : -1, int(split),
-                         tile_cost(to - from) * (t1 - t0) * (h1 - h0)}
+                         merge, int(split), tile_cost(to - from) * (t1 - t0) * (h1 - h0)}
                     );
                 }
             }
         }
     }
-    plan->parts.resize(parts_at);
+    plan->parts.assign(parts_at, Plan::NOTHING);
     std::stable_sort(plan->units.begin(), plan->units.end(), [](const Unit& a, const Unit& b) { return a.cost > b.cost; });
     return plan;
 }
