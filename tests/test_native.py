@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -122,6 +123,45 @@ def test_long_contexts_have_the_same_bits_alone_beside_others_and_with_any_threa
                 torch.set_num_threads(threads)
                 got = native.run(native.plan(spec, alone, CPU), query[row : row + 1], cache)
                 assert torch.equal(bits(got[0]), bits(together[row])), (i, back, threads)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("rest", [{}, {"window": 600}, {"softcap": 20.0}], ids=str)
+@pytest.mark.parametrize("group", [1, 3])
+def test_requests_that_share_blocks_have_the_bits_that_they_have_alone(
+    native: NativeBackend, kv_dtype: torch.dtype, rest: dict[str, Any], group: int
+) -> None:
+    """Ranges that neighbouring requests have in the same blocks are computed once for all of their rows."""
+    spec = spec_of(4 * group, 4, 64, **rest)
+    # shared blocks of 16 tokens, tokens after them, rows
+    requests = [(70, 1, 1), (70, 30, 1), (64, 200, 9), (33, 1, 1), (70, 500, 40), (70, 7, 7), (0, 90, 3), (70, 16, 1)]
+    requests += [(100, 20, 1), (100, 3000, 1), (100, 9, 2), (70, 60, 60)]
+    tables, free = [], itertools.count(101)
+    for shared, own, _ in requests:
+        tables.append([*range(1, shared + 1), *itertools.islice(free, -(-own // 16))])
+    shape = (next(free), 16, 4, 64)
+    cache = LayerCache(draw(*shape, seed=1).to(kv_dtype), draw(*shape, seed=2).to(kv_dtype))
+    rows = [0, *itertools.accumulate(count for *_, count in requests)]
+    query = draw(rows[-1], 4 * group, 64).bfloat16()
+
+    def batch_of(chosen: Sequence[int]) -> PagedBatch:
+        ends = [
+            [0, *itertools.accumulate(counts)]
+            for counts in ([requests[r][2] for r in chosen], [len(tables[r]) for r in chosen])
+        ]
+        pages = [(requests[r][1] - 1) % 16 + 1 for r in chosen]
+        table = [block for r in chosen for block in tables[r]]
+        return PagedBatch(*(torch.tensor(one, dtype=torch.int32) for one in (*ends, table, pages)), 16)
+
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        plan = native.plan(spec, batch_of(range(len(requests))), CPU)
+        for _ in range(2):  # as for two layers
+            together = native.run(plan, query, cache)
+            for r in range(len(requests)):
+                mine = slice(rows[r], rows[r + 1])
+                alone = native.run(native.plan(spec, batch_of([r]), CPU), query[mine], cache)
+                assert torch.equal(bits(together[mine]), bits(alone)), (threads, r)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
