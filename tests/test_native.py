@@ -135,7 +135,7 @@ def test_requests_that_share_blocks_have_the_bits_that_they_have_alone(
     spec = spec_of(4 * group, 4, 64, **rest)
     # shared blocks of 16 tokens, tokens after them, rows
     requests = [(70, 1, 1), (70, 30, 1), (64, 200, 9), (33, 1, 1), (70, 500, 40), (70, 7, 7), (0, 90, 3), (70, 16, 1)]
-    requests += [(100, 20, 1), (100, 3000, 1), (100, 9, 2), (70, 60, 60)]
+    requests += [(10, 1500, 1), (10, 1500, 3), (70, 9, 1), (100, 20, 1), (100, 3000, 1), (100, 9, 2), (70, 60, 60)]
     tables, free = [], itertools.count(101)
     for shared, own, _ in requests:
         tables.append([*range(1, shared + 1), *itertools.islice(free, -(-own // 16))])
