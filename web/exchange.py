@@ -25,8 +25,8 @@ TRACE_HEADERS = ("traceparent", "tracestate")  # of W3C's trace context
 
 
 class Direct(Protocol):
-    """The connection of the request that is being answered, for what takes a task or a wait with ASGI. The server gives
-    it as the extension `DIRECT` of the scope."""
+    """The connection of the request that is being answered. With ASGI alone, each of these needs a task or a wait. The
+    server gives it as the extension `DIRECT` of the scope."""
 
     def take_body(self) -> bytearray | None:
         """The body, if all of it has come and nothing was received yet."""

@@ -73,7 +73,7 @@ class EngineCoreRequest:
     extra_args: bytes | None = None  # for the core's logits processors; None: it has none
     data_parallel_rank: int | None = None  # number of the core that gets it; None: any
     media: RequestMedia | None = None  # images and the like; prompt_token_ids then has placeholders
-    message: AddRequest | None = field(default=None, compare=False)  # what the core gets, but for the handle, if made
+    message: AddRequest | None = field(default=None, compare=False)  # if it was made; it has no handle yet
 
 
 class InputProcessor:

@@ -139,7 +139,8 @@ inline std::unique_ptr<Plan> plan_attention(
     // Requests [r, end) whose first ranges are the same: those are computed once for all rows together.
     const auto plan_family = [&](int r, int end, int64_t ranges) {
         const int64_t row = qo_indptr[r], tokens = qo_indptr[end] - row, shared = ranges * TILES_PER_RANGE;
-        const int step = int(std::max<int64_t>(1, std::min<int64_t>(UNIT_ROWS / (tokens * group), spec.kv_heads / threads)));
+        const int64_t most_heads = UNIT_ROWS / std::max<int64_t>(1, tokens * group);
+        const int step = int(std::max<int64_t>(1, std::min(most_heads, int64_t(spec.kv_heads / threads))));
         for (int h0 = 0, h1; h0 < spec.kv_heads; h0 = h1) {
             h1 = std::min(h0 + step, spec.kv_heads);
             int64_t units = ranges, parts = ranges;
@@ -163,7 +164,7 @@ inline std::unique_ptr<Plan> plan_attention(
         int end = r + 1;
         for (; end < requests && qo_indptr[end + 1] - qo_indptr[r] <= unit_tokens; ++end) {
             const int64_t common = shared_ranges(end), wanted = ranges ? ranges : common;
-            // Of much longer requests, all ranges would have to be kept apart.
+            // The sums of every range of a family are kept until all are there: for much longer requests, too many.
             if (!common || common < wanted || std::max(ranges_of(r), ranges_of(end)) > 2 * wanted + 3) break;
             ranges = wanted;
         }
