@@ -46,7 +46,8 @@ from mainspring.ipc.connection import Connection
 from mainspring.ipc.errors import MainspringError
 from mainspring.ipc.media_client import MediaInput
 from mainspring.ipc.sync_client import SyncClient
-from mainspring.media.__main__ import NICENESS, _take_short_slices
+from mainspring.ipc.time_slices import take_short_slices
+from mainspring.media.__main__ import NICENESS
 from mainspring.media.fetch import Fetcher, is_global
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
@@ -192,7 +193,7 @@ def _attack(address: str, kind: str, daemon: int, folder: Path, port: int, secon
 def _fetch(_: str, kind: str, daemon: int, folder: Path, port: int, seconds: float, pipe: Any) -> None:
     """`_attack` with the function of a media worker, but without the daemon."""
     os.nice(NICENESS)
-    _take_short_slices()
+    take_short_slices()
     answers: Counter[str] = Counter()
     with FETCHED[kind]() as fetch:
         began, used = time.monotonic(), time.process_time()

@@ -41,6 +41,7 @@ from ..ipc.messages import (
 )
 from ..ipc.server import CoreServer
 from ..ipc.supervisor import write_message
+from ..ipc.time_slices import take_short_slices
 from ..ipc.transport import CoreLaunch, remove_runtime_dir, wait_for_parent
 from .batched_outputs import OutputBatcher
 
@@ -56,6 +57,7 @@ RATE_SECONDS = 5.0  # length in seconds of the window over which the status aver
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the frontend decides what Ctrl-C means
+    take_short_slices()
     logs.set_up("core")
     launch = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=CoreLaunch)
     faulthandler.enable(launch.crash_fd)

@@ -22,6 +22,7 @@ import msgspec
 from ..ipc import logs
 from ..ipc.errors import wire_name, wire_text
 from ..ipc.journal import Journal
+from ..ipc.time_slices import take_short_slices
 from ..ipc.transport import readable, wait_for_parent
 from .plan.codec import decode
 from .plan.control import Control
@@ -41,6 +42,7 @@ def main() -> None:
         signal.signal(ignored, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # also if it is stopped
+    take_short_slices()
     link = RankLink(socket.socket(fileno=int(sys.argv[1])))
     try:
         frame = link.receive()
