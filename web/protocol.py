@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -143,6 +144,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _lost = False
 
     def connection_made(self, transport: Any) -> None:
+        os.sched_yield()  # hundreds may come at once, and clients and the core wait for this processor, too
         super().connection_made(transport)
         self.flow = _Flow(transport)
         if len(self.connections) > self.max_connections:
