@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -22,6 +24,19 @@ def zeros(num_bytes: int) -> torch.Tensor:
         return whole[:0]
     # a tensor whose storage begins at this address: torch checks whether a storage is page-locked
     return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
+
+
+def in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """``torch.cat(tensors)`` without a copy where one lies right behind the other, as some do in a checkpoint's file;
+    else None. The memory of `tensors` stays as long as that of the result."""
+    first = tensors[0]
+    if any(one.device.type != "cpu" or one.dtype != first.dtype or not one.is_contiguous() for one in tensors):
+        return None
+    if any(one.data_ptr() + one.nbytes != after.data_ptr() for one, after in pairwise(tensors)):
+        return None
+    memory = (ctypes.c_char * sum(one.nbytes for one in tensors)).from_address(first.data_ptr())
+    memory.owners = [one.untyped_storage() for one in tensors]
+    return torch.frombuffer(memory, dtype=first.dtype).view(-1, *first.shape[1:])
 
 
 def give_back(tensor: torch.Tensor) -> None:

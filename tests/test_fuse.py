@@ -6,10 +6,12 @@ import gc
 import json
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -29,7 +31,7 @@ from mainspring.core.model.learn.row_invariant import (
     turn_weights,
 )
 from mainspring.core.model.load.parameters import ParameterMap
-from mainspring.core.model.run.fused import FusedMLP, FusedRMSNorm, JoinedProjections, ProjectionPart
+from mainspring.core.model.run.fused import FusedMLP, FusedRMSNorm, JoinedProjections, ProjectionPart, join, linear_of
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 
 VOCAB = 128
@@ -346,6 +348,46 @@ def test_the_original_weights_do_not_stay_in_memory() -> None:
 def test_a_model_in_training_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="eval mode"):
         fuse_model(build("llama").train(), BACKEND)
+
+
+class TestJoin:
+    def test_weights_in_a_row_are_not_copied(self, tmp_path: Path) -> None:
+        torch.manual_seed(3)
+        saved = {
+            "a": torch.randn(6, 4),
+            "b": torch.randn(2, 4),
+            "c": torch.randn(3, 4).bfloat16(),
+            "d": torch.randn(1, 4),
+        }
+        save_file(saved, tmp_path / "weights.safetensors")
+        found = load_file(tmp_path / "weights.safetensors")
+        starts = {name: tensor.data_ptr() for name, tensor in found.items()}
+        a, b, c, d = (linear_of(found.pop(name), None) for name in "abcd")
+        assert starts["a"] + 6 * 4 * 4 == starts["b"]
+        whole, bias = join([a, b])
+        assert bias is None
+        assert (whole.data_ptr(), whole.shape) == (starts["a"], (8, 4))
+        turned, _ = join([b, a])
+        assert turned.data_ptr() not in starts.values()
+        del a, b  # the memory stays
+        gc.collect()
+        assert torch.equal(whole, torch.cat([saved["a"], saved["b"]]))
+        assert torch.equal(turned, torch.cat([saved["b"], saved["a"]]))
+        for one in (c, d):
+            assert join([one])[0].data_ptr() == one.weight.data_ptr()
+
+    def test_memory_is_held_by_what_was_made_of_it(self) -> None:
+        both = torch.arange(12.0).view(6, 2)
+        seen = weakref.ref(both)
+        whole, _ = join([linear_of(both[:2], None), linear_of(both[2:], None)])
+        assert whole.data_ptr() == both.data_ptr()
+        expected, address = both.clone(), whole.data_ptr()
+        del both
+        gc.collect()
+        assert seen() is None
+        others = [torch.full((6, 2), -1.0) for _ in range(1000)]
+        assert address not in [one.data_ptr() for one in others]
+        assert torch.equal(whole, expected)
 
 
 class TestJoinedProjections:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ....kernels import host_memory
 from ....kernels.contract import Backend
 
 
@@ -117,7 +118,10 @@ def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
 def join(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weights ``[sum of outputs, in]`` and biases of several layers, one after another. Where only some have a bias,
     the others get zeros, which change nothing."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
+    weights = [linear.weight.detach() for linear in linears]
+    weight = host_memory.in_a_row(weights)
+    if weight is None:
+        weight = torch.cat(weights)
     if all(linear.bias is None for linear in linears):
         return weight, None
     biases = [weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
