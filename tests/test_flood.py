@@ -4,6 +4,7 @@ twice the steps in flight."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -135,11 +136,14 @@ def work(call: Callable[[], object]) -> int:
         return trace
 
     before = sys.gettrace()
+    gc.collect()  # what other tests have left may run code when it is collected
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 
