@@ -13,13 +13,10 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # the system call, which Pytho
 
 
 def take_short_slices() -> None:
-    """Let the calling thread, and those that it starts from now on, run in short slices.
-
-    Since version 6.6, Linux lets a running thread finish its slice of some milliseconds, even if a thread of higher
-    priority wakes up. The threads of a core, of libzmq and of media workers wait for each other many times in a step.
-    Since version 6.12 a thread may choose its slice: it then also interrupts threads with longer ones when it wakes
-    up. Its share of the processor stays the same. Earlier versions refuse or ignore this.
-    """
+    """Let the calling thread, and those that it starts from now on, run in short slices. Since version 6.6, Linux lets
+    a running thread finish its slice of some milliseconds, even if one of higher priority wakes up, and threads of a
+    core wait for each other many times in a step. Since version 6.12 a thread may choose its slice, and interrupts
+    those with longer ones when it wakes up. Its share stays the same. Earlier versions refuse or ignore this."""
     number = _SCHED_SETATTR.get(platform.machine())
     if sys.platform == "linux" and number is not None:
         nice = os.getpriority(os.PRIO_PROCESS, 0)

@@ -26,16 +26,15 @@ def zeros(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
-def in_a_row(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """``torch.cat(tensors)`` without a copy where one lies right behind the other, as some do in a checkpoint's file;
-    else None. The memory of `tensors` stays as long as that of the result."""
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``torch.cat(tensors)``, but where one lies right behind the other, as some do in a checkpoint's file, the result
+    has their memory."""
     first = tensors[0]
-    if any(one.device.type != "cpu" or one.dtype != first.dtype or not one.is_contiguous() for one in tensors):
-        return None
-    if any(one.data_ptr() + one.nbytes != after.data_ptr() for one, after in pairwise(tensors)):
-        return None
+    alike = all(one.device.type == "cpu" and one.dtype == first.dtype and one.is_contiguous() for one in tensors)
+    if not alike or any(one.data_ptr() + one.nbytes != after.data_ptr() for one, after in pairwise(tensors)):
+        return torch.cat(list(tensors))
     memory = (ctypes.c_char * sum(one.nbytes for one in tensors)).from_address(first.data_ptr())
-    memory.owners = [one.untyped_storage() for one in tensors]
+    memory.owners = [one.untyped_storage() for one in tensors]  # type: ignore[attr-defined]
     return torch.frombuffer(memory, dtype=first.dtype).view(-1, *first.shape[1:])
 
 

@@ -118,10 +118,7 @@ def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
 def join(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weights ``[sum of outputs, in]`` and biases of several layers, one after another. Where only some have a bias,
     the others get zeros, which change nothing."""
-    weights = [linear.weight.detach() for linear in linears]
-    weight = host_memory.in_a_row(weights)
-    if weight is None:
-        weight = torch.cat(weights)
+    weight = host_memory.joined([linear.weight.detach() for linear in linears])
     if all(linear.bias is None for linear in linears):
         return weight, None
     biases = [weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
