@@ -98,6 +98,32 @@ def test_what_comes_of_a_body_is_not_copied_again_and_again(monkeypatch: pytest.
     assert 0 < most < 1 << 20
 
 
+def test_a_body_that_comes_byte_by_byte_is_parsed_in_pieces() -> None:
+    size, pieces = protocol.PIECE_BYTES + 100, list[bytes]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        more = True
+        while more:
+            message = await receive()
+            pieces.append(message["body"])
+            more = message["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size
+        for part in (head, *[b"%d" % (at % 10) for at in range(size)]):
+            writer.write(part)
+            await asyncio.sleep(0)
+        answer = await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")  # which has none
+        return answer + await reader.readuntil(b"\r\n\r\n")
+
+    assert on_a_connection(app, talk).count(b"200 OK") == 2
+    assert b"".join(pieces) == b"".join(b"%d" % (at % 10) for at in range(size))
+    assert len([one for one in pieces if one]) <= 3, "not a call for each byte"
+
+
 def test_a_client_that_leaves_after_a_second_request_is_noticed_by_the_first() -> None:
     begun, left = asyncio.Event(), asyncio.Event()
 
