@@ -27,11 +27,12 @@ def zeros(num_bytes: int) -> torch.Tensor:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``torch.cat(tensors)``, but where one lies right behind the other, as some do in a checkpoint's file, the result
-    has their memory."""
+    """``torch.cat(tensors)``, without a copy where one lies right behind the other, as some do in a checkpoint's file:
+    the result then shares their memory, and keeps it."""
     first = tensors[0]
-    alike = all(one.device.type == "cpu" and one.dtype == first.dtype and one.is_contiguous() for one in tensors)
-    if not alike or any(one.data_ptr() + one.nbytes != after.data_ptr() for one, after in pairwise(tensors)):
+    kinds = {(one.device.type, one.dtype, one.is_contiguous(), one.shape[1:]) for one in tensors}
+    apart = any(one.data_ptr() + one.nbytes != after.data_ptr() for one, after in pairwise(tensors))
+    if apart or kinds != {("cpu", first.dtype, True, first.shape[1:])}:
         return torch.cat(list(tensors))
     memory = (ctypes.c_char * sum(one.nbytes for one in tensors)).from_address(first.data_ptr())
     memory.owners = [one.untyped_storage() for one in tensors]  # type: ignore[attr-defined]

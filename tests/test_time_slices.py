@@ -1,3 +1,7 @@
+"""The slices of processor time that threads of a core ask for, as the kernel tells them."""
+
+from __future__ import annotations
+
 import ctypes
 import os
 import platform

@@ -212,7 +212,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._rest += data
-        if self.flow.holds or len(self._rest) < min(self._body_left, PIECE_BYTES):  # a body that comes byte by byte
+        if self.flow.holds or len(self._rest) < min(self._body_left, PIECE_BYTES):  # more of the body is to come
             return
         if self._rounds.has_time(self.loop):
             self.parse()
