@@ -4,7 +4,8 @@
     python benchmarks/cpu.py --quick
 
 The page has a section for each kind of processor, by the name of its native kernels. MAINSPRING_NATIVE_LEVEL lowers a
-processor to an older kind, for the other engines as well (except llama.cpp).
+processor to an older kind, for the other engines as well (except llama.cpp). Then only the section of that kind is
+written: those that all kinds share (growth, perplexities, a step by kernel) stay as they are.
 
 All measurements are kept in a log, .bench/cpu-LEVEL.jsonl; the same command continues from there while the sources of
 the package are the same. Other engines run in the environments of `peers.py`, on model files written by
@@ -34,6 +35,7 @@ from typing import Any, NamedTuple
 import growth
 from bars import Bar, conclude, fill
 from compare import Round, describe, engine_versions, environment, play, ratios
+from driver import LEVEL
 from mainspring.kernels.native.build import choose_level
 from make_models import save
 from report import CACHE, DOCS, MODELS
@@ -274,6 +276,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put the tables into docs/performance.md")
     args = parser.parse_args()
     began, log = time.monotonic(), Log(args.log)
+    write_shared = args.write and not os.environ.get(LEVEL)
     os.environ["HF_HUB_OFFLINE"] = "1"
     for model in KV_BYTES:
         save(model)
@@ -292,7 +295,7 @@ def main() -> int:
         ("perplexity of quantized weights", lambda: bars_of(program(log, "quantized"))),
         ("clockwork", lambda: bars_of(program(log, "clockwork"))),
         ("growth", lambda: bars_of(program(log, "growth", *longest))),
-        ("a step by kernel", lambda: profile(args.write)),
+        ("a step by kernel", lambda: profile(write_shared)),
     ]
     if args.installed:
         runs = 1 if args.quick else 5
@@ -310,7 +313,7 @@ def main() -> int:
     bars += after
     tables = [describe(workload, played[workload]) for workload in ORDER]
     tables.append(engine_versions([r for rounds in played.values() for r in rounds]))
-    if args.write:
+    if write_shared:
         for result in filter(None, (log.get("quantized"), log.get(" ".join(["growth", *longest])))):
             fill(result)
             if "points" in result:

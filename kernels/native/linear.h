@@ -498,7 +498,7 @@ struct Quantized {
     static constexpr int MAX_ROWS = LANES == 8 ? 4 : AMX ? 2 * TILE_ROWS : BITS == 8 ? 12 : 10;
     static constexpr int FEW = AMX ? 4 : MAX_ROWS;
     static constexpr int STREAM_AHEAD = LANES == 8 ? 2048 : AHEAD;  // bytes: more, and Zen 3 reads a tenth slower
-    static constexpr int PANELS_AT_A_TIME = LANES == 16 || BITS == 8 ? GROUP : 1;  // AVX2: of 4 bits one stream is as fast
+    static constexpr int PANELS_AT_A_TIME = LANES == 16 || BITS == 8 ? GROUP : 1;  // AVX2 reads 4 bits as fast in one
     static constexpr int ALONE = 4096;
     static constexpr int X_BYTES = BITS == 8 && !AT_ONCE ? 2 : 1;  // of a value of packed x
     static constexpr int K_PER_STEP = 32 / BITS, X_WORDS = K_PER_STEP * X_BYTES / 4, STEP_BYTES = 4 * PANEL;
