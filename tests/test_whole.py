@@ -16,6 +16,7 @@ import tiny
 from mainspring.core.model.learn.verify import Chunk, paged_logits, schedule
 from mainspring.core.model.learn.whole_match import make_whole
 from mainspring.core.model.load.loader import page
+from mainspring.core.model.run import ragged_scans
 from mainspring.core.model.run import whole_model as whole
 from mainspring.core.model.run.attention import attention_set
 from mainspring.core.model.run.paged_model import PagedModel
@@ -469,6 +470,23 @@ def test_a_model_with_more_around_its_layers_runs_layer_by_layer(
 def test_an_embedding_of_its_own_may_do_more(native: NativeBackend) -> None:
     built = build_one("llama")
     shift_embeddings(built)
+    own = own_logits(built)
+    model = page(built, backend=native)
+    make_whole(model, native)
+    assert model.whole is not None
+    assert error_of(logits_of(model, native), own) < 1e-4
+
+
+def test_a_mixer_may_repeat_its_keys_for_each_head(native: NativeBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "torch_chunk_gated_delta_rule"
+    scan = ragged_scans._RAGGED[name]
+
+    def repeating(step: Any, *keys_and_more: Any, **more: Any) -> Any:
+        queries, keys, *others = keys_and_more
+        return scan(step, queries.repeat_interleave(2, 2), keys.repeat_interleave(2, 2), *others, **more)
+
+    monkeypatch.setitem(ragged_scans._RAGGED, name, repeating)
+    built = build_one("qwen3_next")
     own = own_logits(built)
     model = page(built, backend=native)
     make_whole(model, native)

@@ -31,7 +31,7 @@ class _Seen(NamedTuple):
 
     form: str
     heads: torch.Tensor  # [rows, heads, dim]
-    keys: torch.Tensor  # [rows, groups, dim]
+    keys: torch.Tensor  # [rows, groups, dim], or with a key for each head
     inputs: Sequence[torch.Tensor]  # [rows, heads]: greater, the greater their columns are
     scale: float = 1.0
     l2norm: bool = False
@@ -111,7 +111,11 @@ def mixer_candidates(
     order = torch.cat([_numbers(part.float(), digits) for part in arrived])
     if not torch.equal(order.sort().values, number):
         raise NotRecognisedError("its projection's outputs do not reach convolution, gate and scan as they are")
-    (_, heads, value_dim), (_, groups, key_dim) = seen.heads.shape, seen.keys.shape
+    (_, heads, value_dim), key_dim = seen.heads.shape, seen.keys.shape[2]
+    # Not the keys' own number: a model may repeat them for each head before the scan.
+    groups, rest = divmod(channels.shape[1] - heads * value_dim, 2 * key_dim)
+    if rest or groups <= 0 or heads % groups:
+        raise NotRecognisedError("its convolution's channels are not queries, keys and values")
     held = {name: f"{path}.{name}" for name in NAMES if isinstance(getattr(module, name, None), nn.Parameter)}
     conv = [name for name, child in module.named_children() if isinstance(child, nn.Conv1d)]
     length = sum(p.numel() for p in module.get_submodule(norm).parameters())
