@@ -426,6 +426,26 @@ print(doubled.tolist(), "torch._dynamo.convert_frame" in sys.modules)
     assert run_python(code) == "True\n[2.0, 2.0] True\n"
 
 
+@pytest.mark.slow
+def test_what_compiles_models_may_be_asked_for_while_transformers_is_imported() -> None:
+    """As torchvision does, by a module in it."""
+    code = """
+import sys
+from importlib.abc import MetaPathFinder
+import torch
+
+class Importing(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "transformers.masking_utils":
+            from torch._dynamo.utils import counters
+
+sys.meta_path.insert(0, Importing())
+import mainspring.core.model.load.light_imports
+print(torch._dynamo.eval_frame.OptimizedModule.__name__)
+"""
+    assert run_python(code) == "OptimizedModule\n"
+
+
 def test_an_unknown_public_name_is_an_attribute_error() -> None:
     import mainspring
 

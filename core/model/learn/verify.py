@@ -102,8 +102,8 @@ def _difference(
 
 
 def sample_of(logits: torch.Tensor) -> torch.Tensor:
-    """Some of the logits ``[rows, vocab]`` of a verified model, fp32 ``[rows, at most 64]``."""
-    return logits[:, :: -(-logits.shape[1] // 64)].float()
+    """Some of the logits ``[rows, vocab]`` of a verified model, fp32 ``[rows, at most 64]`` in host memory."""
+    return logits[:, :: -(-logits.shape[1] // 64)].float().cpu()
 
 
 def agree(logits: torch.Tensor, earlier: torch.Tensor, dtype: torch.dtype) -> bool:

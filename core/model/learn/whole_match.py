@@ -108,20 +108,20 @@ def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None, b
     output: Any = model.model.get_output_embeddings()
     if not isinstance(output, nn.Linear):
         raise NotRecognisedError("its output layer is no linear one")
-    ids = torch.arange(TEXT_ROWS) % output.weight.shape[0]
-    positions = torch.arange(TEXT_ROWS)[None]
+    rows = torch.arange(TEXT_ROWS, device=model.device)
+    ids, positions = rows % output.weight.shape[0], rows[None]
     with torch.inference_mode(), stand_in(model.model), positions_given(receivers(model.model), positions) as given:
         states = state_inputs(model.model, one_sequence(model.model, TEXT_ROWS), TEXT_ROWS)
         hidden = stack.forward(ids[None], position_ids=positions, **states).last_hidden_state[0]
         logits = model.model(ids[None], **given, **states).logits[0].float()
         head = _head(model, Linear(output.weight, output.bias), hidden, logits)
-        rows, embeddings = output.weight[ids], stack.embedding(ids)
+        weights, embeddings = output.weight[ids], stack.embedding(ids)
     if stack.embedding.weight is not output.weight:
         plain = isinstance(stack.embedding, nn.Embedding) and torch.equal(embeddings, stack.embedding.weight[ids])
         return stack, head, None, plain
     own = [*vars(stack.embedding).values(), *stack.embedding.buffers()]
-    for scale in (1.0, *_numbers(own), *(float(torch.tensor(x, dtype=rows.dtype)) for x in _numbers(own))):
-        if torch.equal(embeddings, rows * scale):
+    for scale in (1.0, *_numbers(own), *(float(torch.tensor(x, dtype=weights.dtype)) for x in _numbers(own))):
+        if torch.equal(embeddings, weights * scale):
             return stack, head, scale, False
     raise NotRecognisedError("its embedding is no plain lookup in the output layer's weight")
 

@@ -30,6 +30,7 @@ import torch
 from ....kernels.native.build import cache_folder
 
 _NAMES = "transformers.utils.import_utils"
+_MARKS = "torch._dynamo._trace_wrapped_higher_order_op"  # transformers imports it
 _LOSSES = "transformers.loss.loss_utils"
 _MODULES = ("transformers.modeling_utils", "transformers.masking_utils", "transformers.generation")
 
@@ -128,6 +129,8 @@ def _import() -> None:
     dynamo = torch._dynamo = _Later.take("torch._dynamo")
     for decorator in ("disable", "allow_in_graph", "assume_constant_result"):
         setattr(dynamo, decorator, _as_it_is)
+    importlib.import_module(_MARKS)
+    del dynamo.__path__  # from here on another module in it runs the package first, as that expects
     if "transformers.models" not in sys.modules:
         names = _KeepingNames()
         sys.meta_path.insert(0, names)
@@ -146,8 +149,6 @@ def _import() -> None:
             importlib.import_module(module)
     finally:
         torch.distributed.is_available = there
-        if isinstance(dynamo, _Later):
-            del dynamo.__path__
 
 
 if "torch._dynamo" not in sys.modules and "transformers.modeling_utils" not in sys.modules:
