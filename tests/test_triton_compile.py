@@ -34,7 +34,11 @@ def compile_kernels() -> dict[str, dict[str, Any]]:
     types = {"best": "i64", "chosen": "i64"}
     found["choose among parts"] = compile_one(kernels._choose_among_parts, types, {"WIDTH": 32}, {"num_warps": 1})
 
-    launches = [("bf16", tile, bias) for tile in (*kernels._TILES, kernels._LONE_TILE) for bias in (False, True)]
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    types = dict.fromkeys(("gate_up", "out"), "bf16")
+    found["silu and mul"] = compile_one(kernels._silu_and_mul, types, {"WIDTH": kernels._ACTIVATED}, options)
+
+    launches = [("bf16", tile, bias) for tile in (*kernels._TILES, *kernels._LONE_TILES) for bias in (False, True)]
     launches += [("fp16", kernels._TILES[-1], False), ("fp32", kernels._FP32_TILE, True)]
     for dtype, tile, bias in launches:  # with a bias also the ragged variant, whose K is not a multiple of the depth
         constants = {"WHOLE": not bias, "PRECISION": "ieee", "GROUP": kernels._GROUP}
@@ -42,7 +46,9 @@ def compile_kernels() -> dict[str, dict[str, Any]]:
             {} if bias else {"bias": None}
         )
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        name = f"linear {dtype}, {tile.rows} rows, {tile.num_stages} stages{', ragged, bias' if bias else ''}"
+        name = (
+            f"linear {dtype}, {tile.rows} x {tile.columns}, {tile.num_stages} stages{', ragged, bias' if bias else ''}"
+        )
         found[name] = compile_one(
             kernels._linear, dict.fromkeys(("x", "weight", "bias", "out"), dtype), constants, options
         )
@@ -127,7 +133,7 @@ def ptxas() -> str | None:
         return None
 
 
-def test_all_kernels_compile_for_hopper_and_a_product_has_one_instruction_shape() -> None:
+def test_all_kernels_compile_for_hopper_and_a_tile_has_one_instruction() -> None:
     if find_spec("triton") is None:
         pytest.skip("Triton, which comes with torch's CUDA builds, is not installed")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -136,12 +142,12 @@ def test_all_kernels_compile_for_hopper_and_a_product_has_one_instruction_shape(
         pytest.skip("Triton finds no ptxas; set TRITON_PTXAS_PATH to one")
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    assert len(found) == 21
+    assert len(found) == 26
     for name, kernel in found.items():
         assert kernel["spilled"] == 0, f"{name}: {kernel}"
         assert kernel["shared memory"] <= SHARED_MEMORY
-        half = re.match(r"linear (bf16|fp16)", name)
-        shape = "wgmma.mma_async.sync.aligned.m64n128k16.f32"
+        half = re.match(r"linear (?:bf16|fp16), \d+ x (\d+)", name)
+        shape = f"wgmma.mma_async.sync.aligned.m64n{half[1]}k16.f32" if half else ""
         instructions = [instruction.rsplit(".", 2)[0] for instruction in kernel["matrix instructions"]]
         assert instructions == ([shape] if half else []), f"{name}: a row's bits might depend on the tile: {kernel}"
 

@@ -166,6 +166,7 @@ def test_nan_counts_as_the_largest_as_for_argmax(random: torch.Generator, monkey
     scores[2, 11] = -torch.nan
     scores[3] = torch.nan
     assert greedy(scores).tolist() == [3, 44, 11, 0]
+    assert kernels.choose_by_key(scores.to(DEVICE)).tolist() == [3, 44, 11, 0]
     seeds, positions = keys(4, random)
     assert choose(scores, seeds, positions, torch.ones(4, dtype=torch.bool)).tolist() == [3, 44, 11, 0]
 
@@ -173,6 +174,22 @@ def test_nan_counts_as_the_largest_as_for_argmax(random: torch.Generator, monkey
 def test_no_rows_no_choices() -> None:
     nothing = torch.empty(0, dtype=torch.int64)
     assert choose(torch.empty(0, 10), nothing, nothing, nothing.bool()).shape == (0,)
+
+
+# The activation.
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=["16-bit", "fp32"])
+@pytest.mark.parametrize("shape", [(1, 14336), (5, 40), (2, 3, 1030), (0, 8)], ids=str)
+def test_the_gated_activation_is_rounded_once(
+    shape: tuple[int, ...], dtype: torch.dtype, random: torch.Generator
+) -> None:
+    gate_up = (4 * torch.randn(*shape[:-1], 2 * shape[-1], generator=random)).to(DEVICE, dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    want, got = gate * torch.sigmoid(gate) * up, kernels.silu_and_mul(gate_up)
+    assert (got.dtype, got.shape) == (dtype, shape)
+    assert ((got.double() - want).abs() <= want.abs() * (torch.finfo(dtype).eps / 2 + 2.0**-20) + 2.0**-25).all()
+    assert torch.equal(kernels.silu_and_mul(gate_up[-1:]), got[-1:])
 
 
 # The product.
@@ -240,7 +257,7 @@ def test_the_bits_of_a_row_depend_neither_on_the_other_rows_nor_on_their_number(
 @pytest.mark.parametrize("num_in", [4096, 14336, 100] if CUDA else [192, 100])
 def test_all_tiles_give_the_same_bits(num_in: int, random: torch.Generator) -> None:
     x, weight, bias = operands((300, 4096 if CUDA else 140, num_in), HALF, random)
-    tiles = [*kernels._TILES, kernels._LONE_TILE] if kernels._limits(DEVICE).any_tile else kernels._TILES[1:2]
+    tiles = [*kernels._TILES, *kernels._LONE_TILES] if kernels._limits(DEVICE).any_tile else kernels._TILES[1:2]
     fitting = [kernels._fitting(tile, kernels._limits(DEVICE)) for tile in tiles]
     products = [kernels._linear_with(tile, x, weight, bias) for tile in fitting]
     assert all(torch.equal(product, products[0]) for product in products)
@@ -273,7 +290,8 @@ def test_few_rows_get_low_tiles_and_many_high_ones(monkeypatch: pytest.MonkeyPat
         return chosen.rows, chosen.num_stages
 
     monkeypatch.setattr(kernels, "_limits", lambda _: kernels._Limits(132, 232448, True))
-    assert tile(1, 4096) == (64, 8)
+    assert tile(1, 4096) == (64, 12)
+    assert tile(1, 6144) == (64, 8)
     assert tile(64, 28672) == (64, 4)
     assert tile(65, 28672) == (128, 3)
     assert tile(256, 4096) == (64, 8)
@@ -281,7 +299,7 @@ def test_few_rows_get_low_tiles_and_many_high_ones(monkeypatch: pytest.MonkeyPat
     assert tile(600, 4096) == (128, 3)
     assert tile(8192, 4096) == (256, 4)
     monkeypatch.setattr(kernels, "_limits", lambda _: kernels._Limits(58, 101376, True))  # an L4
-    assert tile(1, 1024) == (64, 4)
+    assert tile(1, 1024) == (64, 8)
     assert tile(8192, 4096) == (256, 2)
     monkeypatch.setattr(kernels, "_limits", lambda _: kernels._Limits(148, 232448, False))
     assert tile(1, 4096) == tile(8192, 4096) == (128, 3)

@@ -256,6 +256,10 @@ class FlashInferBackend(Backend):
         # Gate and up are each read 16 bytes at a time; FlashInfer itself only asks that both together are so long.
         if not known or not _halves(gate_up) or width * gate_up.itemsize % VECTOR_BYTES:
             return self._plain.act_and_mul(gate_up, activation)
+        if activation == "silu" and gate_up.device.type == "cuda":
+            from .triton_kernels import silu_and_mul
+
+            return silu_and_mul(gate_up.contiguous())
         out = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
         if out.numel():
             getattr(self._library, name)(_readable(gate_up.contiguous()), out)
@@ -294,6 +298,14 @@ class FlashInferBackend(Backend):
             floor = scores.amax(-1, keepdim=True) + min_p.log().unsqueeze(1)  # where it is off, minus infinity
             scores = torch.where(scores < floor, -torch.inf, scores)
         return scores
+
+    def largest(self, scores: torch.Tensor) -> torch.Tensor:
+        """By the kernel of `choose`: torch's takes 27 µs for a row of 128,256, this takes 4 (H200)."""
+        if scores.device.type != "cuda":
+            return self._plain.largest(scores)
+        from .triton_kernels import choose_by_key
+
+        return choose_by_key(scores)
 
     def choose(
         self, scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor

@@ -23,6 +23,8 @@ except ImportError:  # without CUDA this module, like any other, can be imported
 _SPLIT = 4096
 """Tokens that one program looks at: 32 programs for a row of Llama 3, so that few rows fill the GPU as well."""
 
+_ACTIVATED = 1024  # columns that one program activates
+
 
 def _jit(do_not_specialize: Sequence[str] = ()) -> Callable[[Any], Any]:
     return triton.jit(do_not_specialize=list(do_not_specialize)) if triton is not None else lambda kernel: kernel
@@ -69,8 +71,9 @@ def _choose_in_part(scores, sampled, seeds, positions, best, vocab, row_stride, 
     # What lies beyond the vocabulary loses also where all are -inf: its token ids are higher.
     values = tl.load(scores + row.to(tl.int64) * row_stride + tokens, mask=tokens < vocab, other=float("-inf"))
     values = values.to(tl.float32)
-    if tl.load(sampled + row):
-        values += noise_of_bits(keyed_bits(tl.load(seeds + row), tl.load(positions + row), tokens))
+    if sampled is not None:  # noqa: SIM102  # decided as it is compiled
+        if tl.load(sampled + row):
+            values += noise_of_bits(keyed_bits(tl.load(seeds + row), tl.load(positions + row), tokens))
     # As integers, floats of one sign are in order. NaN is the largest, as for torch.argmax; -0 equals 0.
     bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
     bits = tl.where(values != values, 0x7FFFFFFF, bits)
@@ -88,7 +91,10 @@ def _choose_among_parts(best, chosen, parts, WIDTH: tl.constexpr):
 
 
 def choose_by_key(
-    scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, sampled: torch.Tensor
+    scores: torch.Tensor,
+    seeds: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    sampled: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """gumbel.py's `keyed_choice` of the rows that are sampled, the largest score of the others; one pass, no waiting.
 
@@ -96,7 +102,7 @@ def choose_by_key(
 
     Args:
         scores: fp32, bf16 or fp16 ``[rows, vocab]``, divided by the temperature already; any row stride.
-        seeds, positions, sampled: int64, int64 (below 2**32) and bool ``[rows]``, contiguous.
+        seeds, positions, sampled: int64, int64 (below 2**32) and bool ``[rows]``, contiguous; None: no row is sampled.
 
     Returns:
         int64 ``[rows]``.
@@ -122,6 +128,29 @@ def choose_by_key(
         )
         _choose_among_parts[(rows,)](best, chosen, parts, WIDTH=triton.next_power_of_2(parts), num_warps=1)
     return chosen
+
+
+@_jit()
+def _silu_and_mul(gate_up, out, width, WIDTH: tl.constexpr):
+    """`WIDTH` columns of one row."""
+    columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    row, there = tl.program_id(0).to(tl.int64), columns < width
+    gate = tl.load(gate_up + 2 * row * width + columns, mask=there).to(tl.float32)
+    up = tl.load(gate_up + (2 * row + 1) * width + columns, mask=there).to(tl.float32)
+    tl.store(out + row * width + columns, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=there)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Contiguous ``[..., 2 * width]`` of any dtype → ``silu(gate) * up``, ``[..., width]``, rounded once.
+
+    FlashInfer's takes one program for a row: 3.6 µs for the 14,336 columns of Llama 3 8B, where this takes 1.5 (H200).
+    """
+    width = gate_up.shape[-1] // 2
+    out = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
+    if out.numel():
+        grid = out.numel() // width, triton.cdiv(width, _ACTIVATED)
+        _silu_and_mul[grid](gate_up, out, width, WIDTH=_ACTIVATED, num_warps=4, enable_fp_fusion=False)
+    return out
 
 
 @_jit(do_not_specialize=["num_rows"])  # or a first step with one row would compile anew
@@ -182,12 +211,16 @@ class _Tile(NamedTuple):
     num_warps: int
     num_stages: int  # tiles of x and weight on their way at a time; changes no bits
 
+    def count(self, rows: int, columns: int) -> int:
+        return int(triton.cdiv(rows, self.rows) * triton.cdiv(columns, self.columns))
 
-# Which of these three it is changes no bits of a row either. Each warp group of 4 warps multiplies 64 rows by all 128
-# columns, DEPTH after DEPTH: the same instruction (wgmma m64n128k16; m16n8k16 before Hopper), fed in the same order
-# into the same fp32 accumulators, and K is never split. A higher tile has two warp groups, or two such products each.
+
+# Which of these it is changes no bits of a row either. Each warp group of 4 warps multiplies 64 rows by all columns,
+# DEPTH after DEPTH: the same instruction (wgmma m64nNk16; m16n8k16 before Hopper), fed in the same order into the same
+# fp32 accumulators, and K is never split. A higher tile has two warp groups, or two such products each.
 _TILES = (_Tile(256, 128, 64, 8, 4), _Tile(128, 128, 64, 8, 3), _Tile(64, 128, 64, 4, 4))
-_LONE_TILE = _TILES[-1]._replace(num_stages=8)  # where the only one on its multiprocessor must keep the memory busy
+# Where each tile has a multiprocessor to itself, and must keep the memory busy: the narrowest that can be so.
+_LONE_TILES = (_Tile(64, 32, 64, 4, 12), _Tile(64, 64, 64, 4, 8), _Tile(64, 128, 64, 4, 8))
 _FP32_TILE = _Tile(64, 64, 32, 4, 3)  # IEEE products on the ordinary cores
 _GROUP = 8
 
@@ -208,17 +241,18 @@ def _limits(device: torch.device) -> _Limits:
 
 
 def _tile_for(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> _Tile:
-    """The highest tile that is not mostly padding and of which there are enough for all multiprocessors."""
+    """The highest tile that is not mostly padding and of which there are enough for all multiprocessors; else one of
+    `_LONE_TILES`."""
     limits = _limits(device)
     if dtype == torch.float32:
         return _FP32_TILE
     if not limits.any_tile:
         return _fitting(_TILES[1], limits)
+    lone, most = _LONE_TILES[-1], limits.num_multiprocessors
     for tile in _TILES:
-        enough = triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns) >= limits.num_multiprocessors
-        if enough and (tile.rows < 2 * rows or tile is _TILES[-1]):
+        if tile.count(rows, columns) >= most and (tile.rows < 2 * rows or tile is _TILES[-1]):
             return _fitting(tile, limits)
-    return _fitting(_LONE_TILE, limits)
+    return _fitting(next((tile for tile in _LONE_TILES if tile.count(rows, columns) <= most), lone), limits)
 
 
 def _fitting(tile: _Tile, limits: _Limits) -> _Tile:
@@ -261,7 +295,7 @@ def _linear_with(tile: _Tile, x: torch.Tensor, weight: torch.Tensor, bias: torch
     num_out, num_in = weight.shape
     out = torch.empty(len(x), num_out, dtype=x.dtype, device=x.device)
     if out.numel():
-        _linear[(triton.cdiv(len(x), tile.rows) * triton.cdiv(num_out, tile.columns),)](
+        _linear[(tile.count(len(x), num_out),)](
             x,
             weight,
             bias,
