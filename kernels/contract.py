@@ -399,6 +399,19 @@ class Backend(Protocol):
         the sines. The first ``rotary_dim`` elements of a head are rotated: element i with i + rotary_dim / 2, or, if
         `interleaved`, 2i with 2i + 1."""
 
+    def norm_and_rotate(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        norms: tuple[Norm, Norm],
+        cos_sin: torch.Tensor,
+        interleaved: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`rms_norm` of each head of query and key, and then `rotate`. May overwrite both. → query and key"""
+        query, key = (self.rms_norm(x, *norm) for x, norm in zip((query, key), norms, strict=True))
+        self.rotate(query, key, cos_sin, interleaved)
+        return query, key
+
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x @ weight.T + bias``: ``[..., in]``, ``[out, in]``, ``[out]`` → ``[..., out]``. torch's product gives a
         row the same bits if the number of rows is a multiple of `ROW_MULTIPLE`."""

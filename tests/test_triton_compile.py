@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+FLOATS = {"scale", "query_eps", "key_eps", "query_offset", "key_offset"}  # scalars of kernels; the others are integers
+SMALL = {"num_rows", "parts", "num_sequences", "halvings", "query_heads", "key_heads"}  # integers of any value
 SHARED_MEMORY = 232448  # bytes; shared memory limit of one program on sm_90
 
 
@@ -37,6 +39,10 @@ def compile_kernels() -> dict[str, dict[str, Any]]:
     options = {"num_warps": 4, "enable_fp_fusion": False}
     types = dict.fromkeys(("gate_up", "out"), "bf16")
     found["silu and mul"] = compile_one(kernels._silu_and_mul, types, {"WIDTH": kernels._ACTIVATED}, options)
+    types = dict.fromkeys(("query", "key", "query_weight", "key_weight"), "bf16") | {"cos_sin": "fp32"}
+    constants = {"HALF": 64, "HEADS": kernels._HEADS}
+    options = {"num_warps": 1, "enable_fp_fusion": False}
+    found["norm and rotate"] = compile_one(kernels._norm_and_rotate, types, constants, options)
 
     launches = [("bf16", tile, bias) for tile in (*kernels._TILES, *kernels._LONE_TILES) for bias in (False, True)]
     launches += [("fp16", kernels._TILES[-1], False), ("fp32", kernels._FP32_TILE, True)]
@@ -97,13 +103,12 @@ def compile_one(
 
     signature = {name: "*" + types[name] if name in types else "i32" for name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
-    if "scale" in signature:
-        signature["scale"] = "fp32"
+    signature |= dict.fromkeys(FLOATS & signature.keys(), "fp32")
     at = {name: (kernel.arg_names.index(name),) for name in signature}
     attributes = {
         at[name]: [["tt.divisibility", 16]]
         for name, kind in signature.items()
-        if kind not in ("constexpr", "fp32") and name not in ("num_rows", "parts", "num_sequences", "halvings")
+        if kind not in ("constexpr", "fp32") and name not in SMALL
     }
     source = triton.compiler.ASTSource(
         fn=kernel, signature=signature, constexprs={at[k]: v for k, v in constants.items()}, attrs=attributes
@@ -142,7 +147,7 @@ def test_all_kernels_compile_for_hopper_and_a_tile_has_one_instruction() -> None
         pytest.skip("Triton finds no ptxas; set TRITON_PTXAS_PATH to one")
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
-    assert len(found) == 26
+    assert len(found) == 27
     for name, kernel in found.items():
         assert kernel["spilled"] == 0, f"{name}: {kernel}"
         assert kernel["shared memory"] <= SHARED_MEMORY

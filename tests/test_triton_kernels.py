@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from mainspring.kernels.decoder_contract import Norm
 from mainspring.kernels.reference import gumbel
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from triton_here import (  # noqa: F401  (a fixture)
     CUDA,
     DEVICE,
@@ -192,6 +194,35 @@ def test_the_gated_activation_is_rounded_once(
     assert torch.equal(kernels.silu_and_mul(gate_up[-1:]), got[-1:])
 
 
+# Heads.
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=["16-bit", "fp32"])
+@pytest.mark.parametrize(("heads", "offset"), [((4, 2), 0.0), ((7, 1), 1.0), ((1, 1), 0.0)], ids=str)
+def test_heads_are_normalised_and_rotated_in_place(
+    heads: tuple[int, int], offset: float, dtype: torch.dtype, random: torch.Generator
+) -> None:
+    dim, rows = 64, 5
+    reference = ReferenceBackend()
+    fused = (3 * torch.randn(rows, sum(heads) + 2, dim, generator=random)).to(DEVICE, dtype)
+    norms = [Norm(torch.rand(dim, generator=random).to(DEVICE, dtype), eps, offset) for eps in (1e-5, 1e-2)]
+    angles = torch.randn(rows, dim // 2, generator=random).to(DEVICE)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
+    query, key = fused[:, : heads[0]], fused[:, heads[0] : sum(heads)]
+    want = reference.norm_and_rotate(query.clone(), key.clone(), (norms[0], norms[1]), cos_sin)
+    rest = fused[:, sum(heads) :].clone()
+    alone = fused[2:3].clone()
+    kernels.norm_and_rotate(query, key, (norms[0], norms[1]), cos_sin)
+    limit = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    for got, wanted in zip((query, key), want, strict=True):
+        assert ((got - wanted).float().norm() / wanted.float().norm()) < limit
+    assert torch.equal(fused[:, sum(heads) :], rest)
+    kernels.norm_and_rotate(
+        alone[:, : heads[0]], alone[:, heads[0] : sum(heads)], (norms[0], norms[1]), cos_sin[2:3].contiguous()
+    )
+    assert torch.equal(alone, fused[2:3])
+
+
 # The product.
 
 
@@ -257,8 +288,9 @@ def test_the_bits_of_a_row_depend_neither_on_the_other_rows_nor_on_their_number(
 @pytest.mark.parametrize("num_in", [4096, 14336, 100] if CUDA else [192, 100])
 def test_all_tiles_give_the_same_bits(num_in: int, random: torch.Generator) -> None:
     x, weight, bias = operands((300, 4096 if CUDA else 140, num_in), HALF, random)
-    tiles = [*kernels._TILES, *kernels._LONE_TILES] if kernels._limits(DEVICE).any_tile else kernels._TILES[1:2]
-    fitting = [kernels._fitting(tile, kernels._limits(DEVICE)) for tile in tiles]
+    limits = kernels._limits(x.device)
+    tiles = [*kernels._TILES, *kernels._LONE_TILES] if limits.any_tile else kernels._TILES[1:2]
+    fitting = [kernels._fitting(tile, limits) for tile in tiles]
     products = [kernels._linear_with(tile, x, weight, bias) for tile in fitting]
     assert all(torch.equal(product, products[0]) for product in products)
 

@@ -112,11 +112,11 @@ def test_models_give_the_tokens_of_generate(
     late: list[LateDevice],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(GraphReference, "scans", TritonScans())
+    monkeypatch.setattr(GraphReference, "scans", OnDevice())
     monkeypatch.setattr(generation_worker, "graph_sizes", lambda *_: [1, 3])
     path = tiny.make(architecture, tmp_path)
     reqs = [(prompt[:16], min(n, 5)) for prompt, n in requests(tiny.VOCAB_SIZE)[:3]]
     blocks = None if architecture == "falcon_mamba" else 20
-    got, _ = run(path, reqs, num_gpu_blocks_override=blocks, **{**SETTINGS, "max_num_seqs": 3})
+    got, _ = run(path, reqs, num_gpu_blocks_override=blocks, **{**SETTINGS, "max_num_seqs": 3, "device": "cpu"})
     assert got == references.greedy(path, reqs)
     assert late[-1].num_replays > 2

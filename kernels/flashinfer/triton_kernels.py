@@ -24,6 +24,7 @@ _SPLIT = 4096
 """Tokens that one program looks at: 32 programs for a row of Llama 3, so that few rows fill the GPU as well."""
 
 _ACTIVATED = 1024  # columns that one program activates
+_HEADS = 4  # that one program normalises and rotates
 
 
 def _jit(do_not_specialize: Sequence[str] = ()) -> Callable[[Any], Any]:
@@ -151,6 +152,57 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         grid = out.numel() // width, triton.cdiv(width, _ACTIVATED)
         _silu_and_mul[grid](gate_up, out, width, WIDTH=_ACTIVATED, num_warps=4, enable_fp_fusion=False)
     return out
+
+
+@_jit(do_not_specialize=["query_heads", "key_heads"])  # or one head would be a constant, of another type
+def _norm_and_rotate(
+    query, key, query_weight, key_weight, cos_sin, query_row, key_row, query_heads, key_heads, query_eps, key_eps,
+    query_offset, key_offset, HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """`HEADS` heads of one row's query, or of its key."""
+    row, block, columns = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, HALF)
+    blocks = tl.cdiv(query_heads, HEADS)
+    x, weight, count, eps, offset = query + row * query_row, query_weight, query_heads, query_eps, query_offset
+    if block >= blocks:
+        x, weight, count, eps, offset = key + row * key_row, key_weight, key_heads, key_eps, key_offset
+        block -= blocks
+    heads = block * HEADS + tl.arange(0, HEADS)
+    there = (heads < count)[:, None]
+    at = x + heads[:, None] * (2 * HALF) + columns[None, :]
+    left = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    right = tl.load(at + HALF, mask=there, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(left * left + right * right, axis=1) / (2 * HALF) + eps)
+    left = left * scale[:, None] * (tl.load(weight + columns).to(tl.float32) + offset)[None, :]
+    right = right * scale[:, None] * (tl.load(weight + HALF + columns).to(tl.float32) + offset)[None, :]
+    left, right = left.to(x.dtype.element_ty).to(tl.float32), right.to(x.dtype.element_ty).to(tl.float32)
+    cos = tl.load(cos_sin + row * (2 * HALF) + columns)[None, :]
+    sin = tl.load(cos_sin + row * (2 * HALF) + HALF + columns)[None, :]
+    tl.store(at, (left * cos - right * sin).to(x.dtype.element_ty), mask=there)
+    tl.store(at + HALF, (right * cos + left * sin).to(x.dtype.element_ty), mask=there)
+
+
+def norm_and_rotate(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    norms: tuple[tuple[torch.Tensor, float, float], tuple[torch.Tensor, float, float]],
+    cos_sin: torch.Tensor,
+) -> None:
+    """RMSNorm of each head, rounded, and then its rotation by halves, in place: one kernel instead of three.
+
+    Args:
+        query, key: ``[rows, heads, dim]`` of one dtype, dim a power of two, the heads of a row side by side.
+        norms: of query and key: weight ``[dim]``, eps, and what is added to the weight.
+        cos_sin: fp32 ``[rows, dim]``, contiguous: cosines, then sines.
+    """
+    (query_weight, query_eps, query_offset), (key_weight, key_eps, key_offset) = norms
+    rows, query_heads, dim = query.shape
+    if rows:
+        blocks = triton.cdiv(query_heads, _HEADS) + triton.cdiv(key.shape[1], _HEADS)
+        _norm_and_rotate[(rows, blocks)](
+            query, key, query_weight, key_weight, cos_sin, query.stride(0), key.stride(0), query_heads, key.shape[1],
+            query_eps, key_eps, query_offset, key_offset, HALF=dim // 2, HEADS=_HEADS, num_warps=1,
+            enable_fp_fusion=False,
+        )  # fmt: skip
 
 
 @_jit(do_not_specialize=["num_rows"])  # or a first step with one row would compile anew

@@ -103,10 +103,15 @@ def _attended(step: LayerInputs, mixer: AttentionTensors, x: torch.Tensor) -> to
     query, key, value = step.linear(x, *mixer.qkv).split(mixer.sizes, dim=-1)
     if mixer.gates:
         query, gate = (part.flatten(1) for part in query.unflatten(1, (-1, 2, mixer.key_dim)).unbind(2))
-    query = _heads(backend, query, mixer.query_norm, mixer.key_dim)
-    key = _heads(backend, key, mixer.key_norm, mixer.key_dim)
-    if mixer.rotary is not None:
-        backend.rotate(query, key, step.angles[mixer.rotary], mixer.interleaved)
+    dim, first, second = mixer.key_dim, mixer.query_norm, mixer.key_norm
+    angles = None if mixer.rotary is None else step.angles[mixer.rotary]
+    if angles is not None and first and second and len(first.weight) == len(second.weight) == dim:
+        query, key = (part.view(len(x), -1, dim) for part in (query, key))
+        query, key = backend.norm_and_rotate(query, key, (first, second), angles, mixer.interleaved)
+    else:
+        query, key = _heads(backend, query, first, dim), _heads(backend, key, second, dim)
+        if angles is not None:
+            backend.rotate(query, key, angles, mixer.interleaved)
     out = step.attend(query, key, value.view(len(x), -1, mixer.value_dim), mixer.sinks).reshape(len(x), -1)
     return out if gate is None else (out.float() / (1 + torch.exp(-gate.float()))).to(x.dtype)
 
