@@ -71,6 +71,7 @@ PARTS = {
     "start": Part("start", 80),
     "qwen3-0.6b": Part("engine", 80),
     "transformers": Part("engine", 100),
+    "kills": Part("correctness", 100),
     "qwen3-30b-a3b": Part("engine", 120),
 }
 

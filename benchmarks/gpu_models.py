@@ -9,7 +9,9 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -622,6 +624,56 @@ def _say_cost(setup: Setup, say: Say, batch: int) -> None:
     )
 
 
+# ------------------------------------------------------------------ kills
+
+KILLED_STREAMS, KILLED_TOKENS, KILLS = 48, 400, (0.1, 0.5)  # kills: after so large a part of all tokens
+
+
+def check_kills(setup: Setup, say: Say) -> None:
+    """Streams of a core that is killed twice, beside those of an undisturbed one."""
+    folder = setup.random_model("qwen3", torch.bfloat16, **setup.pick(WIDE, {}))
+    count, tokens = setup.pick((KILLED_STREAMS, KILLED_TOKENS), (6, 20))
+    vocab, r = setup.pick(WIDE["vocab_size"], VOCAB), random.Random(4)
+    requests = []
+    for i in range(count):
+        prompt = [r.randrange(2, vocab) for _ in range(r.randint(5, setup.pick(300, 30)))]
+        requests.append((prompt, Sampling(tokens, seed=i, temperature=0.8 * (i % 2))))
+    options: dict[str, Any] = {"deterministic": True, "multiprocess": True, "max_num_seqs": count}
+    options |= {"max_model_len": setup.pick(2048, 128), "kv_cache_memory_bytes": 1 << setup.pick(31, 24)}
+    undisturbed = with_client(setup, folder, lambda client: complete(client, requests), **options)
+    streams, pauses = with_client(setup, folder, lambda client: _complete_killed(client, requests), **options)
+    same = sum(pair[0] == pair[1] for pair in zip(streams, undisturbed, strict=True))
+    named = [f"kills: the same tokens as undisturbed, {KILLED_STREAMS} streams", "kills: time to the next token"]
+    say(named[0], f"{same} of {count}, {len(pauses)} kills", setup.judge(same == count and len(pauses) == len(KILLS)))
+    say(named[1], " and ".join(f"{pause:.1f} s" for pause in pauses))
+
+
+def _complete_killed(client: CoreClient, requests: Sequence[Request]) -> tuple[list[list[int]], list[float]]:
+    """As `complete`, of a core in another process that is killed; and the seconds from each kill to the next token."""
+    supervisor = client._connection._core.supervisor  # type: ignore[attr-defined]
+    tokens: dict[int, list[int]] = {send(client, *request): [] for request in requests}
+    whole = sum(sampling.max_tokens for _, sampling in requests)
+    left, made, killed, pauses = set(tokens), 0, 0.0, list[float]()
+    while left:
+        outputs = client.get_outputs()
+        if outputs is None:
+            continue
+        if killed and outputs.handles:
+            pauses.append(time.monotonic() - killed)
+            killed = 0.0
+        for handle, token in zip(outputs.handles, outputs.token_ids, strict=True):
+            tokens[handle].append(token)
+        for finished in outputs.finished:
+            if finished.error:
+                raise RuntimeError(finished.error_text)
+            left.discard(finished.handle)
+        made += len(outputs.handles)
+        if not killed and len(pauses) < len(KILLS) and made >= KILLS[len(pauses)] * whole:
+            os.kill(supervisor.core_pid, signal.SIGKILL)
+            killed = time.monotonic()
+    return list(tokens.values()), pauses
+
+
 _DECIDED = "≥ 99% where the answer is decided"
 BARS: dict[str, list[Bar]] = {
     "embedded": [
@@ -649,10 +701,15 @@ BARS: dict[str, list[Bar]] = {
         Bar("not deterministic: alone and in that batch, for comparison"),
         Bar(f"deterministic: cost at batch {BATCH}, Qwen3-0.6B"),
     ],
+    "kills": [
+        Bar(f"kills: the same tokens as undisturbed, {KILLED_STREAMS} streams", "all streams"),
+        Bar("kills: time to the next token"),
+    ],
 }
 PARTS: dict[str, Callable[[Setup, Say], None]] = {
     "embedded": check_embedded,
     "exact": check_exact,
     "half": check_half,
     "deterministic": check_deterministic,
+    "kills": check_kills,
 }
