@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-LIMIT = 48_900
+LIMIT = 49_100
 ROOT = Path(__file__).resolve().parent.parent
 
 

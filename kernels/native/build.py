@@ -82,6 +82,7 @@ _COMMON = (
     ("avx512_bf16", "avx512_vnni"),
     ("avx512", "avx512_vnni"),
     ("avx512", ""),
+    ("avx2", "avx_vnni"),
     ("avx2", ""),
     ("neon_bf16", ""),
     ("neon", ""),
@@ -251,15 +252,8 @@ def build(level: Level) -> Path:
         BackendUnavailableError: it can't be built. The message ends with what the compiler said first.
     """
     flags = _flags_of(level, cpu_features())
-    if (shipped := _shipped(level, flags)).exists():
-        return shipped
-    try:
-        return _made(level, flags)
-    except BackendUnavailableError as error:
-        if (plain := _shipped(level, _flags_of(level, frozenset()))).exists():  # slower products of bytes
-            logger.info("the wheel's native kernels serve: %s", error)
-            return plain
-        raise
+    shipped = _shipped(level, flags)
+    return shipped if shipped.exists() else _made(level, flags)
 
 
 def _made(level: Level, flags: Sequence[str]) -> Path:
