@@ -3,8 +3,9 @@ and memory and are not used here.
 
 ``torch._dynamo`` is imported when more of it is used than the marks that transformers puts on functions.
 ``torch.distributed`` is hidden while transformers is imported. Losses get functions of scipy that import it when they
-are called. The names in all model files, which transformers reads at each start, are kept in a file; the code of
-``transformers.models``, which reads them once more, runs when it is first asked for a name.
+are called, and torchvision one of ``torch._dynamo``. The names in all model files, which transformers reads at each
+start, are kept in a file; the code of ``transformers.models``, which reads them once more, runs when it is first asked
+for a name.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from ....kernels.native.build import cache_folder
 _NAMES = "transformers.utils.import_utils"
 _MARKS = "torch._dynamo._trace_wrapped_higher_order_op"  # transformers imports it
 _LOSSES = "transformers.loss.loss_utils"
+_FUNCTIONS = ("scipy.optimize", "torch._dynamo.utils")  # what the losses import; the second is for torchvision
 _MODULES = ("transformers.modeling_utils", "transformers.masking_utils", "transformers.generation")
 
 
@@ -138,15 +140,17 @@ def _import() -> None:
             _Later.take("transformers.models")  # imports the package
         finally:
             sys.meta_path.remove(names)
-    there, optimize = torch.distributed.is_available, _Called("scipy.optimize")
+    there, called = torch.distributed.is_available, [_Called(name) for name in _FUNCTIONS]
     torch.distributed.is_available = lambda: False
     try:
-        sys.modules.setdefault(optimize.__name__, optimize)
+        for module in called:
+            sys.modules.setdefault(module.__name__, module)
         importlib.import_module(_LOSSES)
-        if sys.modules[optimize.__name__] is optimize:
-            del sys.modules[optimize.__name__]
-        for module in _MODULES:
-            importlib.import_module(module)
+        for module in called:
+            if sys.modules[module.__name__] is module:
+                del sys.modules[module.__name__]
+        for name in _MODULES:
+            importlib.import_module(name)
     finally:
         torch.distributed.is_available = there
 
