@@ -264,7 +264,7 @@ class _Tile(NamedTuple):
     num_warps: int
     num_stages: int  # tiles of x and weight on their way at a time; changes no bits
 
-    def count(self, rows: int, columns: int) -> int:
+    def programs(self, rows: int, columns: int) -> int:
         return int(triton.cdiv(rows, self.rows) * triton.cdiv(columns, self.columns))
 
 
@@ -303,9 +303,9 @@ def _tile_for(rows: int, columns: int, dtype: torch.dtype, device: torch.device)
         return _fitting(_TILES[1], limits)
     lone, most = _LONE_TILES[-1], limits.num_multiprocessors
     for tile in _TILES:
-        if tile.count(rows, columns) >= most and (tile.rows < 2 * rows or tile is _TILES[-1]):
+        if tile.programs(rows, columns) >= most and (tile.rows < 2 * rows or tile is _TILES[-1]):
             return _fitting(tile, limits)
-    return _fitting(next((tile for tile in _LONE_TILES if tile.count(rows, columns) <= most), lone), limits)
+    return _fitting(next((tile for tile in _LONE_TILES if tile.programs(rows, columns) <= most), lone), limits)
 
 
 def _fitting(tile: _Tile, limits: _Limits) -> _Tile:
@@ -348,7 +348,7 @@ def _linear_with(tile: _Tile, x: torch.Tensor, weight: torch.Tensor, bias: torch
     num_out, num_in = weight.shape
     out = torch.empty(len(x), num_out, dtype=x.dtype, device=x.device)
     if out.numel():
-        _linear[(tile.count(len(x), num_out),)](
+        _linear[(tile.programs(len(x), num_out),)](
             x,
             weight,
             bias,
