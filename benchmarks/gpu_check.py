@@ -62,17 +62,17 @@ class Part(NamedTuple):
 # In the order in which they run: the most important first, because the time may run out.
 PARTS = {
     "embedded": Part("correctness", 100),
-    "exact": Part("correctness", 110),
-    "half": Part("correctness", 80),
-    "deterministic": Part("correctness", 100),
-    "kernels": Part("kernels", 110),
-    "ranks": Part("ranks", 60),
-    "llama-3.1-8b": Part("engine", 90),
+    "exact": Part("correctness", 70),
+    "half": Part("correctness", 70),
+    "deterministic": Part("correctness", 80),
+    "kernels": Part("kernels", 90),
+    "ranks": Part("ranks", 80),
+    "llama-3.1-8b": Part("engine", 80),
     "start": Part("start", 80),
     "qwen3-0.6b": Part("engine", 80),
-    "transformers": Part("engine", 100),
-    "kills": Part("correctness", 100),
-    "qwen3-30b-a3b": Part("engine", 120),
+    "transformers": Part("engine", 80),
+    "kills": Part("correctness", 90),
+    "qwen3-30b-a3b": Part("engine", 100),
 }
 
 # ------------------------------------------------------------------ start
