@@ -247,8 +247,10 @@ def send(client: CoreClient, prompt: list[int], sampling: Sampling) -> int:
     return handle
 
 
-def complete(client: CoreClient, requests: Sequence[Request]) -> list[list[int]]:
-    """The tokens of each request, all sent at once."""
+def complete(
+    client: CoreClient, requests: Sequence[Request], seen: Callable[[int], None] = lambda _: None
+) -> list[list[int]]:
+    """The tokens of each request, all sent at once. `seen` is called with the number of tokens of each message."""
     tokens: dict[int, list[int]] = {send(client, *request): [] for request in requests}
     left = set(tokens)
     while left:
@@ -261,6 +263,7 @@ def complete(client: CoreClient, requests: Sequence[Request]) -> list[list[int]]
             if finished.error:
                 raise RuntimeError(finished.error_text)
             left.discard(finished.handle)
+        seen(len(outputs.handles))
     return list(tokens.values())
 
 
@@ -640,38 +643,40 @@ def check_kills(setup: Setup, say: Say) -> None:
         requests.append((prompt, Sampling(tokens, seed=i, temperature=0.8 * (i % 2))))
     options: dict[str, Any] = {"deterministic": True, "multiprocess": True, "max_num_seqs": count}
     options |= {"max_model_len": setup.pick(2048, 128), "kv_cache_memory_bytes": 1 << setup.pick(31, 24)}
+    killer = _Killer(count * tokens)
     undisturbed = with_client(setup, folder, lambda client: complete(client, requests), **options)
-    streams, pauses = with_client(setup, folder, lambda client: _complete_killed(client, requests), **options)
+    streams = with_client(setup, folder, lambda client: complete(client, requests, killer.of(client)), **options)
     same = sum(pair[0] == pair[1] for pair in zip(streams, undisturbed, strict=True))
-    named = [f"kills: the same tokens as undisturbed, {KILLED_STREAMS} streams", "kills: time to the next token"]
-    say(named[0], f"{same} of {count}, {len(pauses)} kills", setup.judge(same == count and len(pauses) == len(KILLS)))
-    say(named[1], " and ".join(f"{pause:.1f} s" for pause in pauses))
+    kills = len(killer.pauses)
+    say(
+        f"kills: the same tokens as undisturbed, {KILLED_STREAMS} streams",
+        f"{same} of {count}, {kills} kills",
+        setup.judge(same == count and kills == len(KILLS)),
+    )
+    say("kills: time to the next token", " and ".join(f"{pause:.1f} s" for pause in killer.pauses))
 
 
-def _complete_killed(client: CoreClient, requests: Sequence[Request]) -> tuple[list[list[int]], list[float]]:
-    """As `complete`, of a core in another process that is killed; and the seconds from each kill to the next token."""
-    supervisor = client._connection._core.supervisor  # type: ignore[attr-defined]
-    tokens: dict[int, list[int]] = {send(client, *request): [] for request in requests}
-    whole = sum(sampling.max_tokens for _, sampling in requests)
-    left, made, killed, pauses = set(tokens), 0, 0.0, list[float]()
-    while left:
-        outputs = client.get_outputs()
-        if outputs is None:
-            continue
-        if killed and outputs.handles:
-            pauses.append(time.monotonic() - killed)
-            killed = 0.0
-        for handle, token in zip(outputs.handles, outputs.token_ids, strict=True):
-            tokens[handle].append(token)
-        for finished in outputs.finished:
-            if finished.error:
-                raise RuntimeError(finished.error_text)
-            left.discard(finished.handle)
-        made += len(outputs.handles)
-        if not killed and len(pauses) < len(KILLS) and made >= KILLS[len(pauses)] * whole:
-            os.kill(supervisor.core_pid, signal.SIGKILL)
-            killed = time.monotonic()
-    return list(tokens.values()), pauses
+class _Killer:
+    """Kills a core in another process each time its requests have so large a part of all their tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.pauses: list[float] = []  # seconds from each kill to the next token
+        self._due, self._made, self._killed = [int(part * tokens) for part in KILLS], 0, 0.0
+
+    def of(self, client: CoreClient) -> Callable[[int], None]:
+        supervisor = client._connection._core.supervisor  # type: ignore[attr-defined]
+
+        def seen(tokens: int) -> None:
+            self._made += tokens
+            if self._killed and tokens:
+                self.pauses.append(time.monotonic() - self._killed)
+                self._killed = 0.0
+            if not self._killed and self._due and self._made >= self._due[0]:
+                del self._due[0]
+                os.kill(supervisor.core_pid, signal.SIGKILL)
+                self._killed = time.monotonic()
+
+        return seen
 
 
 _DECIDED = "≥ 99% where the answer is decided"

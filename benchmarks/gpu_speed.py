@@ -43,7 +43,7 @@ class Ceilings(NamedTuple):
         n, size = setup.pick((4 << 30, 8192), (4 << 20, 256))
         source = torch.empty(n // 4, dtype=torch.int32, device=setup.device).random_()
         target = torch.empty_like(source)
-        # a kernel: what copies in a graph is no kernel, and slower
+        # Not `copy_`: in a graph it is a copy node, which is slower than a kernel.
         bandwidth = 2 * n / seconds(setup, lambda: torch.bitwise_not(source, out=target))
         a, b = (torch.randn(size, size, dtype=BF16, device=setup.device) for _ in range(2))
         return cls(bandwidth, 2 * size**3 / seconds(setup, lambda: torch.mm(a, b), 60))

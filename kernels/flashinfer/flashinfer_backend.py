@@ -260,8 +260,9 @@ class FlashInferBackend(Backend):
         interleaved: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Backend.norm_and_rotate`; in one kernel where whole heads of the usual sizes are rotated by halves."""
-        dim, sizes = query.shape[-1], (64, 128, 256)
-        alike = dim in sizes and cos_sin.shape[-1] == dim and all(x.stride()[1:] == (dim, 1) for x in (query, key))
+        dim = query.shape[-1]
+        whole = dim in prebuilt.HEAD_DIMS and cos_sin.shape[-1] == dim
+        alike = whole and all(x.stride()[1:] == (dim, 1) for x in (query, key))
         if not alike or interleaved or query.device.type != "cuda" or not cos_sin.is_contiguous():
             return super().norm_and_rotate(query, key, norms, cos_sin, interleaved)
         from .triton_kernels import norm_and_rotate

@@ -61,9 +61,9 @@ class Kind(NamedTuple):
         """Whether rows that decode go to FA2's kernel, for tensor cores, instead of the one that needs none.
 
         They must where the other knows no such group, and should where keys lie behind a window, which it would read
-        and mask. It multiplies the keys it loaded with the group's queries one after the other: on an H200 the other is
-        faster for groups of four at all lengths, and this for groups of two up to some 1,000 keys. With an fp8 cache,
-        which halves the time to load, the loading is taken to be the shorter part (not measured).
+        and mask. It multiplies the keys it loaded with the group's queries one after the other: on an H200 the
+        kernel for tensor cores is faster for groups of four at all lengths, and slower for groups of two up to some
+        1,000 keys. An fp8 cache halves the time to load; that is then taken to be the shorter part (not measured).
         """
         return (
             self.group not in CUDA_CORE_GROUPS

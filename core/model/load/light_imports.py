@@ -132,7 +132,7 @@ def _import() -> None:
     for decorator in ("disable", "allow_in_graph", "assume_constant_result"):
         setattr(dynamo, decorator, _as_it_is)
     importlib.import_module(_MARKS)
-    del dynamo.__path__  # from here on another module in it runs the package first, as that expects
+    del dynamo.__path__  # From here on, to import another module of the package runs the package first.
     if "transformers.models" not in sys.modules:
         names = _KeepingNames()
         sys.meta_path.insert(0, names)

@@ -103,13 +103,13 @@ def _attended(step: LayerInputs, mixer: AttentionTensors, x: torch.Tensor) -> to
     query, key, value = step.linear(x, *mixer.qkv).split(mixer.sizes, dim=-1)
     if mixer.gates:
         query, gate = (part.flatten(1) for part in query.unflatten(1, (-1, 2, mixer.key_dim)).unbind(2))
-    dim, first, second = mixer.key_dim, mixer.query_norm, mixer.key_norm
+    dim, query_norm, key_norm = mixer.key_dim, mixer.query_norm, mixer.key_norm
     angles = None if mixer.rotary is None else step.angles[mixer.rotary]
-    if angles is not None and first and second and len(first.weight) == len(second.weight) == dim:
+    if angles is not None and query_norm and key_norm and len(query_norm.weight) == len(key_norm.weight) == dim:
         query, key = (part.view(len(x), -1, dim) for part in (query, key))
-        query, key = backend.norm_and_rotate(query, key, (first, second), angles, mixer.interleaved)
+        query, key = backend.norm_and_rotate(query, key, (query_norm, key_norm), angles, mixer.interleaved)
     else:
-        query, key = _heads(backend, query, first, dim), _heads(backend, key, second, dim)
+        query, key = _heads(backend, query, query_norm, dim), _heads(backend, key, key_norm, dim)
         if angles is not None:
             backend.rotate(query, key, angles, mixer.interleaved)
     out = step.attend(query, key, value.view(len(x), -1, mixer.value_dim), mixer.sinks).reshape(len(x), -1)
