@@ -69,6 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 128, "sliding_window": 24, "query_pre_attn_scalar": 128},
     "mistral": {"head_dim": 64, "sliding_window": 24},
     "gpt_oss": {"head_dim": 64, "sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2},
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "q_lora_rank": 128,
@@ -88,9 +89,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [0, 1],
     },
 }
-IN_GRAPHS = ("llama", "deepseek_v3", "qwen3_next")
+IN_GRAPHS = ("llama", "qwen3_moe", "deepseek_v3", "qwen3_next")
 # In half precision rounding alone may send a token to another expert, and then the rest of the text differs.
-ONE_EXPERT = {"gpt_oss": {"num_local_experts": 1, "num_experts_per_tok": 1}}
+ONE_EXPERT = {
+    "gpt_oss": {"num_local_experts": 1, "num_experts_per_tok": 1},
+    "qwen3_moe": {"num_experts": 1, "num_experts_per_tok": 1},
+}
 WIDE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 4096}
 WIDE |= {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 16_384}
 
@@ -580,6 +584,10 @@ def check_deterministic(setup: Setup, say: Say) -> None:
     compare("after preemption", outputs, f", {preemptions} preemptions", preemptions > 0)
     compare("graphs off", with_client(setup, folder, once, **plain, enforce_eager=True)[0])
     compare("async_scheduling off", with_client(setup, folder, once, **plain, async_scheduling=False)[0])
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+    mixture = setup.random_model("qwen3_moe", torch.bfloat16, **setup.pick({**WIDE, **experts}, {}))
+    alone, together, _, _ = with_client(setup, mixture, alone_and_together, **plain)
+    compare(f"a mixture of experts, alone and in a batch of {BATCH}", together)
     others = with_client(setup, folder, alone_and_together, **{**plain, "deterministic": False})
     same = sum(a == b for a, b in zip(others[0], others[1], strict=False))
     say("not deterministic: alone and in that batch, for comparison", f"{same} of {checked}")
@@ -703,6 +711,7 @@ BARS: dict[str, list[Bar]] = {
         Bar("deterministic: after preemption", "32 of 32"),
         Bar("deterministic: graphs off", "32 of 32"),
         Bar("deterministic: async_scheduling off", "32 of 32"),
+        Bar(f"deterministic: a mixture of experts, alone and in a batch of {BATCH}", "32 of 32"),
         Bar("not deterministic: alone and in that batch, for comparison"),
         Bar(f"deterministic: cost at batch {BATCH}, Qwen3-0.6B"),
     ],

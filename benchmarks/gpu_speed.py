@@ -168,6 +168,8 @@ def check_kernels(setup: Setup, say: Say) -> None:
         say(f"prefill attention, {name}", "; ".join(shares))
     _say_scans(setup, say, backend, top)
     _say_elementwise(setup, say, backend, top)
+    _say_experts(setup, say, backend, top)
+    release(setup)
     _say_choice(setup, say, backend, top)
 
 
@@ -303,6 +305,33 @@ def _say_choice(setup: Setup, say: Say, backend: Backend, top: Ceilings) -> None
     sampled = torch.ones(rows, dtype=torch.bool, device=setup.device)
     took = seconds(setup, lambda: [backend.choose(s, seeds, seeds, sampled) for s in scores]) / len(scores)
     say("keyed choice, [256, 128256]", f"{scores[0].nbytes / took / top.bandwidth:.0%} ({took * 1e6:,.0f} µs)")
+
+
+def _say_experts(setup: Setup, say: Say, backend: Backend, top: Ceilings) -> None:
+    """A layer of Qwen3-30B-A3B: the same rows one expert after another, and the time for several numbers of rows."""
+    experts, hidden, inner, chosen = setup.pick((128, 2048, 768, 8), (4, 32, 16, 2))
+
+    def weight(*shape: int) -> torch.Tensor:
+        return (torch.randn(shape, device=setup.device) * shape[-1] ** -0.5).to(BF16)
+
+    def given(rows: int) -> tuple[torch.Tensor, ...]:
+        shares, numbers = torch.rand(rows, experts, device=setup.device).topk(chosen)
+        return torch.randn(rows, hidden, device=setup.device).to(BF16), numbers, shares
+
+    layers = [(weight(experts, 2 * inner, hidden), weight(experts, hidden, inner)) for _ in range(3)]
+    rows = given(setup.pick(300, 20))
+    want = ReferenceBackend().experts(*rows, *layers[0], "silu").float()
+    error = float((backend.experts(*rows, *layers[0], "silu").float() - want).norm() / want.norm())
+    say("experts against the reference", f"{error:.1e}", error <= 0.01)
+    shares = []
+    for count in setup.pick((1, 64, 256, 4096), (1, 8)):
+        steps = [(given(count), layer) for layer in layers * 2]
+        took = seconds(setup, lambda: [backend.experts(*x, *layer, "silu") for x, layer in steps]) / len(steps)  # noqa: B023
+        sizes = hidden * inner * 3
+        touched = sum(len(x[1].unique()) for x, _ in steps) / len(steps)
+        limit = max(touched * sizes * 2 / top.bandwidth, count * chosen * sizes * 2 / top.flops)
+        shares.append(f"{count:,}: {limit / took:.0%} ({took * 1e6:,.0f} µs)")
+    say("experts, Qwen3-30B-A3B, rows", "; ".join(shares))
 
 
 # ------------------------------------------------------------------ engine
@@ -661,6 +690,8 @@ KERNEL_BARS = [
         )
     ),
     *(Bar(f"{name}, bandwidth") for name in ("rms_norm", "add_rms_norm", "act_and_mul", "rotate", "append")),
+    Bar("experts against the reference", "≤ 0.01"),
+    Bar("experts, Qwen3-30B-A3B, rows"),
     Bar("keyed choice, [256, 128256]"),
 ]
 BARS: dict[str, list[Bar]] = {

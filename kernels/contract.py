@@ -417,6 +417,39 @@ class Backend(Protocol):
         row the same bits if the number of rows is a multiple of `ROW_MULTIPLE`."""
         return F.linear(x, weight, bias)
 
+    def route(self, logits: torch.Tensor, num_chosen: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest `num_chosen` of the experts by a router's logits ``[rows, experts]`` → their numbers, int64
+        ``[rows, num_chosen]``, the likeliest first, and their probabilities, fp32. normalise: by their sum."""
+        shares, chosen = logits.float().softmax(1).topk(num_chosen)
+        return chosen, shares / shares.sum(1, keepdim=True) if normalise else shares
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        activation: str,
+    ) -> torch.Tensor:
+        """The experts of a mixture, gated MLPs of which each row of x ``[rows, hidden]`` goes through a few.
+
+        chosen: their numbers, int ``[rows, n]``. shares: what their outputs are multiplied by, ``[rows, n]``. gate_up:
+        ``[experts, 2 * inner, hidden]``, gate first. down: ``[experts, hidden, inner]``. activation: see `act_and_mul`.
+        → ``[rows, hidden]``: the sum of each row's outputs, in fp32, rounded once.
+        """
+        pairs = chosen.flatten()
+        order = pairs.argsort(stable=True)
+        ends = torch.bincount(pairs, minlength=len(down)).cumsum(0).tolist()
+        outputs = x.new_empty(len(pairs), x.shape[1])
+        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            if end > start:
+                mine = order[start:end]
+                inner = self.act_and_mul(self.linear(x[mine // chosen.shape[1]], gate_up[expert]), activation)
+                outputs[mine] = self.linear(inner, down[expert])
+        outputs = outputs.view(*chosen.shape, -1)
+        return (outputs.float() * shares.float().unsqueeze(2)).sum(1).to(x.dtype)
+
     def decoder(
         self,
         layers: Sequence[LayerTensors],

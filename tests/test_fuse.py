@@ -445,9 +445,10 @@ class OwnProducts(ReferenceBackend):
     ("name", "stray"),
     [
         ("llama", set()),
-        ("qwen3_moe", {"Qwen3MoeTopKRouter", "Qwen3MoeExperts"}),
+        ("qwen3_moe", set()),
+        ("gpt_oss", {"GptOssTopKRouter", "GptOssExperts"}),
         ("gemma2", set()),
-        ("phimoe", {"PhimoeExperts"}),
+        ("phimoe", set()),
         ("llama4", {"Llama4TextExperts"}),
     ],
 )

@@ -271,4 +271,4 @@ def test_parts_are_chosen_by_section_and_by_name() -> None:
     assert gpu_check.parse(["--only", "half"]).names == ["half"]
     assert gpu_check.parse([]).names == list(gpu_check.PARTS)
     assert sum(part.section == "engine" for part in gpu_check.PARTS.values()) == len(SHAPES) + 1
-    assert len(FAMILIES) == 7
+    assert len(FAMILIES) == 8

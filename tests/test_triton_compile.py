@@ -21,6 +21,7 @@ import pytest
 
 FLOATS = {"scale", "query_eps", "key_eps", "query_offset", "key_offset"}  # scalars of kernels; the others are integers
 SMALL = {"num_rows", "parts", "num_sequences", "halvings", "query_heads", "key_heads"}  # integers of any value
+SMALL |= {"num_pairs", "num_experts", "chunks", "most_tiles", "num_chosen"}
 SHARED_MEMORY = 232448  # bytes; shared memory limit of one program on sm_90
 
 
@@ -58,7 +59,38 @@ def compile_kernels() -> dict[str, dict[str, Any]]:
         found[name] = compile_one(
             kernels._linear, dict.fromkeys(("x", "weight", "bias", "out"), dtype), constants, options
         )
-    return found | compile_scans()
+    return found | compile_experts() | compile_scans()
+
+
+def compile_experts() -> dict[str, dict[str, Any]]:
+    """The same of the experts of a mixture, in the shape of Qwen3-30B-A3B."""
+    from mainspring.kernels.flashinfer import triton_experts as experts
+
+    found = {}
+    types = {"chosen": "i64"} | dict.fromkeys(("counts", "order", "tiles"), "i32")
+    constants = {"CHUNK": experts._BLOCK * experts._BLOCKS, "EXPERTS": 256}
+    route = {"NORMALISE": True, "EXPERTS": 128, "CHOSEN": 8}
+    found["route"] = compile_one(
+        experts._route, {"logits": "bf16", "chosen": "i64", "shares": "fp32"}, route, {"num_warps": 1}
+    )
+    found["count pairs"] = compile_one(experts._count_pairs, types, constants, {"num_warps": 4})
+    found["order pairs"] = compile_one(
+        experts._order_pairs, types, constants | {"ROWS": 64, "BLOCK": experts._BLOCK}, {"num_warps": 4}
+    )
+    types = dict.fromkeys(("outputs", "shares", "out"), "bf16")
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    found["add up"] = compile_one(experts._add_up, types, {"WIDTH": experts._SUMMED}, options)
+    for tile in experts._TILES:
+        for activation in ("silu", "gelu_tanh", "gelu", None):
+            columns = tile.columns // (1 if activation is None else 2)
+            types = dict.fromkeys(("x", "out"), "bf16") | dict.fromkeys(("order", "tiles"), "i32")
+            types["weight"] = f"tensordesc<bf16[{columns}, {tile.depth}]>"
+            constants = {"ACTIVATION": activation, "WHOLE": activation != "gelu", "PRECISION": "ieee"}
+            constants |= {"ROWS": tile.rows, "COLUMNS": columns, "DEPTH": tile.depth, "GROUP": experts._GROUP}
+            options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            name = f"linear bf16, {tile.rows} x {columns}, {activation}, {tile.num_stages} stages"
+            found[name] = compile_one(experts._expert_product, types, constants, options)
+    return found
 
 
 def compile_scans() -> dict[str, dict[str, Any]]:
@@ -101,14 +133,14 @@ def compile_one(
     import triton
     from triton.backends.compiler import GPUTarget
 
-    signature = {name: "*" + types[name] if name in types else "i32" for name in kernel.arg_names}
+    signature = {name: _pointer(types[name]) if name in types else "i32" for name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
     signature |= dict.fromkeys(FLOATS & signature.keys(), "fp32")
     at = {name: (kernel.arg_names.index(name),) for name in signature}
     attributes = {
         at[name]: [["tt.divisibility", 16]]
         for name, kind in signature.items()
-        if kind not in ("constexpr", "fp32") and name not in SMALL
+        if kind not in ("constexpr", "fp32") and "desc" not in kind and name not in SMALL
     }
     source = triton.compiler.ASTSource(
         fn=kernel, signature=signature, constexprs={at[k]: v for k, v in constants.items()}, attrs=attributes
@@ -126,6 +158,10 @@ def compile_one(
         "shared memory": compiled.metadata.shared,
         "matrix instructions": sorted(set(re.findall(r"(?:wgmma\.mma_async|mma)\.sync[.\w]*", ptx))),
     }
+
+
+def _pointer(to: str) -> str:
+    return to if to.startswith("tensordesc") else "*" + to
 
 
 @functools.cache

@@ -295,6 +295,31 @@ class FlashInferBackend(Backend):
             return row_invariant_linear(x, weight, bias)
         return F.linear(x, weight, bias)
 
+    def route(self, logits: torch.Tensor, num_chosen: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Backend.route`, in one kernel."""
+        if logits.device.type != "cuda":
+            return super().route(logits, num_chosen, normalise)
+        from .triton_experts import route
+
+        return route(logits.contiguous(), num_chosen, normalise)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        activation: str,
+    ) -> torch.Tensor:
+        """See `Backend.experts`; each row has the same bits however many there are."""
+        aligned = all(weight.is_contiguous() and weight[0, 0].nbytes % VECTOR_BYTES == 0 for weight in (gate_up, down))
+        if x.device.type != "cuda" or not aligned:
+            return super().experts(x, chosen, shares, gate_up, down, activation)
+        from .triton_experts import experts
+
+        return experts(x, chosen.contiguous(), shares.contiguous(), gate_up, down, activation)
+
     # ------------------------------------------------------------------ sampling
 
     def mask(

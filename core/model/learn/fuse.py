@@ -1,10 +1,11 @@
 """Fuse by structure, verify by execution.
 
 A pass over a loaded model replaces, in place, RMSNorms by one kernel, gated MLPs by one product for gate and up and one
-kernel for ``act(gate) * up``, and linear layers that are given the same tensor (such as query, key and value) by one
-product. Each replacement is kept only if it agrees with the original on fixed random rows. If then all decoder layers
-are of a known form, one loop over kernels takes the place of their code (see stack.py). Decisions are plain values;
-given back at a restart they are followed without running anything, so that numerics are those of the first start.
+kernel for ``act(gate) * up``, the experts of a mixture by the backend's, and linear layers that are given the same
+tensor (such as query, key and value) by one product. Each replacement is kept only if it agrees with the original on
+fixed random rows. If then all decoder layers are of a known form, one loop over kernels takes the place of their code
+(see stack.py). Decisions are plain values; given back at a restart they are followed without running anything, so that
+numerics are those of the first start.
 
 One module is fused at a time, so memory peaks at the model plus the weights of one module.
 """
@@ -23,31 +24,50 @@ from transformers import PreTrainedModel
 from ....kernels import host_memory
 from ....kernels.contract import Backend
 from ..load.parameters import ParameterMap, Slot
-from ..run.fused import FusedMLP, FusedRMSNorm, JoinedProjections, ProjectionPart, join, linear_of
+from ..run.fused import (
+    FusedExperts,
+    FusedMLP,
+    FusedRMSNorm,
+    FusedRouter,
+    JoinedProjections,
+    ProjectionPart,
+    join,
+    linear_of,
+)
 from ..run.stack import StackedDecoder, StackOptions
 from .fuse_match import (
+    ExpertsOptions,
     MLPOptions,
     NormOptions,
     NotRecognisedError,
+    RouterOptions,
     compare,
+    given_experts,
+    is_experts_candidate,
     is_mlp_candidate,
     is_norm_candidate,
+    is_router_candidate,
+    recognise_experts,
     recognise_mlp,
     recognise_norm,
+    recognise_router,
+    routes,
 )
 from .fuse_observe import is_plain_linear, shared_inputs
 from .stack_match import recognise_stack
 
-RMS_NORM, GATED_MLP, PROJECTIONS, STACK = "rms_norm", "gated_mlp", "projections", "decoder_stack"
+RMS_NORM, GATED_MLP, ROUTER, EXPERTS = "rms_norm", "gated_mlp", "router", "experts"
+PROJECTIONS, STACK = "projections", "decoder_stack"
+_WHOLE = FusedRMSNorm | FusedRouter | FusedExperts | JoinedProjections  # fused modules without others inside
 
 
 class Decision(NamedTuple):
     """What was decided about one place: a plain value, for msgpack or JSON."""
 
-    kind: str  # rms_norm, gated_mlp, projections or decoder_stack
+    kind: str  # rms_norm, gated_mlp, router, experts, projections or decoder_stack
     fused: bool
     reason: str  # why not; empty where fused
-    options: Sequence[Any] = ()  # the fields of NormOptions, MLPOptions or StackOptions, or the names of joined layers
+    options: Sequence[Any] = ()  # the fields of …Options, or the names of joined layers
 
 
 class _Replacement(NamedTuple):
@@ -87,7 +107,7 @@ class Fusion:
                 lines.append(f"{kind}: {count} not fused{such_as}: {reason}")
         # modules with parameters of their own
         ours = {id(m) for fused in self.model.modules() if isinstance(fused, FusedMLP) for m in fused.modules()}
-        ours |= {id(m) for m in self.model.modules() if isinstance(m, FusedRMSNorm | JoinedProjections)}
+        ours |= {id(m) for m in self.model.modules() if isinstance(m, _WHOLE)}
         others = Counter(type(m).__name__ for m in self.model.modules() if m._parameters and id(m) not in ours)
         left_over = ", ".join(f"{count} {name}" for name, count in others.items())
         return [*lines, f"as they were: {left_over}"] if others else lines
@@ -100,6 +120,10 @@ class Fusion:
                 self._settle(path, RMS_NORM, partial(recognise_norm, module, self.backend))
             elif is_mlp_candidate(module):
                 self._settle(path, GATED_MLP, partial(recognise_mlp, module, self.backend))
+            elif is_router_candidate(module):
+                self._settle(path, ROUTER, partial(recognise_router, module, self.backend))
+            elif is_experts_candidate(module):
+                self._settle(path, EXPERTS, partial(recognise_experts, module, self.backend))
             for children in groups.get(path, ()):
                 # unless a fused MLP has taken their place meanwhile
                 parent = self.model.get_submodule(path)
@@ -166,6 +190,22 @@ def _mlp(original: nn.Module, path: str, options: Sequence[Any], backend: Backen
     return _Replacement(original, fused, {path: fused}, _slots(path, linears, gate_up))
 
 
+def _router(original: nn.Module, path: str, options: Sequence[Any], backend: Backend) -> _Replacement:
+    ((name, weight),) = original.named_parameters()
+    fused = FusedRouter(weight, *RouterOptions(*options), backend)
+    slots = {_at(path, name): Slot(fused, "weight")}
+    return _Replacement(lambda x: routes(original(x)), lambda x: routes(fused(x)), {path: fused}, slots)
+
+
+def _experts(original: nn.Module, path: str, options: Sequence[Any], backend: Backend) -> _Replacement:
+    gate_up, down, activation = ExpertsOptions(*options)
+    parameters: dict[str, Any] = dict(original.named_parameters())
+    fused = FusedExperts(parameters[gate_up], parameters[down], activation, backend)
+    slots = {_at(path, gate_up): Slot(fused, "gate_up"), _at(path, down): Slot(fused, "down")}
+    given = partial(given_experts, fused.num_experts)
+    return _Replacement(lambda x: original(*given(x)), lambda x: fused(*given(x)), {path: fused}, slots)
+
+
 def _projections(parent: nn.Module, path: str, names: Sequence[Any], backend: Backend) -> _Replacement:
     linears = _linears(parent, names)
     originals = list(linears.values())
@@ -180,6 +220,8 @@ def _projections(parent: nn.Module, path: str, names: Sequence[Any], backend: Ba
 _BUILD: dict[str, Callable[[nn.Module, str, Sequence[Any], Backend], _Replacement]] = {
     RMS_NORM: _norm,
     GATED_MLP: _mlp,
+    ROUTER: _router,
+    EXPERTS: _experts,
     PROJECTIONS: _projections,
 }
 
@@ -210,10 +252,18 @@ def _at(path: str, *names: str) -> str:
     return ".".join((path, *names) if path else names)
 
 
+_FIELDS = {
+    RMS_NORM: NormOptions._fields,
+    GATED_MLP: MLPOptions._fields,
+    ROUTER: RouterOptions._fields,
+    EXPERTS: ExpertsOptions._fields,
+}
+
+
 def _describe(kind: str, options: Sequence[Any]) -> str:
     if kind == STACK:
         return f"{len(StackOptions.of(options).names)} layers"
-    names = {RMS_NORM: NormOptions._fields, GATED_MLP: MLPOptions._fields}.get(kind)
+    names = _FIELDS.get(kind)
     return ", ".join(options if names is None else [f"{n} {v}" for n, v in zip(names, options, strict=True)])
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.func import functional_call
 
 from ....kernels.contract import Backend
-from ..run.fused import FusedMLP, FusedRMSNorm, join, linear_of
+from ..run.fused import FusedExperts, FusedMLP, FusedRMSNorm, FusedRouter, join, linear_of
 from .fuse_observe import SEED, is_plain_linear
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
@@ -55,6 +55,20 @@ class MLPOptions(NamedTuple):
     activation: str
 
 
+class RouterOptions(NamedTuple):
+    num_chosen: int
+    normalise: bool
+    widened: bool
+
+
+class ExpertsOptions(NamedTuple):
+    """Names of the parameters."""
+
+    gate_up: str
+    down: str
+    activation: str
+
+
 def is_norm_candidate(module: nn.Module) -> bool:
     """One input, one vector and a small positive number: what an RMSNorm has."""
     if module._modules or module._buffers or len(module._parameters) != 1:
@@ -70,6 +84,20 @@ def is_mlp_candidate(module: nn.Module) -> bool:
         return False
     held = sum(len(list(linear.parameters())) for linear in linears.values())
     return held == len(list(module.parameters())) and _takes_one_input(module)
+
+
+def is_router_candidate(module: nn.Module) -> bool:
+    """One input, one matrix, and the number of its rows: what a router has. So have layers of torch's own."""
+    of_torch = type(module).__module__.startswith("torch.")
+    if of_torch or module._modules or module._buffers or len(module._parameters) != 1:
+        return False
+    (weight,) = module._parameters.values()
+    return weight is not None and weight.dim() == 2 and len(weight) in _integers(module) and _takes_one_input(module)
+
+
+def is_experts_candidate(module: nn.Module) -> bool:
+    """Rows, their experts and shares come in, and the parameters have the shapes of gate and up together, and down."""
+    return _experts_names(module) is not None and len(inspect.signature(module.forward).parameters) == 3
 
 
 def recognise_norm(module: nn.Module, backend: Backend) -> NormOptions:
@@ -104,20 +132,83 @@ def recognise_mlp(module: nn.Module, backend: Backend) -> MLPOptions:
     raise NotRecognisedError("computes something other than down(act(gate(x)) * up(x)) with silu or gelu")
 
 
+def recognise_router(module: nn.Module, backend: Backend) -> RouterOptions:
+    """How a router chooses. Raises `NotRecognisedError` for what is none."""
+    ((name, parameter),) = module.named_parameters()
+    weight = _random(torch.Generator().manual_seed(SEED), parameter.device, *parameter.shape)
+    agrees = _trial(module, {name: weight}, parameter.shape[1], -2, read=routes)
+    rows = random_rows(ROW_COUNTS[0], parameter.shape[1], -1, 1, parameter)
+    widened = module(rows)[1].dtype == torch.float32
+    sizes = [n for n in _integers(module) if 0 < n <= len(weight)]
+    for options in (RouterOptions(n, normalise, widened) for n in sizes for normalise in (True, False)):
+        if agrees(FusedRouter(nn.Parameter(weight), *options, backend)):
+            return options
+    raise NotRecognisedError("computes something other than the largest of a softmax")
+
+
+def routes(out: Any) -> torch.Tensor:
+    """What a router gave, of which experts that are equally likely may stand for one another: the shares and logits of
+    those chosen, ``[rows, 2 * n]``."""
+    logits, shares, chosen = out
+    return torch.cat([shares, logits.gather(1, chosen).to(shares.dtype)], 1)
+
+
+def recognise_experts(module: nn.Module, backend: Backend) -> ExpertsOptions:
+    """Names and activation of a mixture's experts. Raises `NotRecognisedError` for what are none."""
+    names = _experts_names(module)
+    assert names is not None, "it is a candidate"
+    parameters = dict(module.named_parameters())
+    count, device = len(parameters[names[0]]), parameters[names[0]].device
+    random = partial(_random, torch.Generator().manual_seed(SEED), device)
+    gate_up, down = random(count, 2 * _INNER, _HIDDEN), random(count, _HIDDEN, _INNER)
+    agrees = _trial(module, dict(zip(names, (gate_up, down), strict=True)), _HIDDEN, -2, partial(given_experts, count))
+    for activation in ACTIVATIONS:
+        if agrees(FusedExperts(nn.Parameter(gate_up), nn.Parameter(down), activation, backend)):
+            return ExpertsOptions(*names, activation)
+    raise NotRecognisedError("computes something other than a sum of down(act(gate(x)) * up(x)) with silu or gelu")
+
+
+def _experts_names(module: nn.Module) -> tuple[str, str] | None:
+    """Of the parameters gate_up ``[experts, 2 * inner, hidden]`` and down ``[experts, hidden, inner]``, if it has just
+    these."""
+    held = module._parameters
+    if module._buffers or len(held) != 2 or len(list(module.parameters())) != 2:
+        return None
+    for (first, a), (second, b) in permutations(held.items(), 2):
+        if a is not None and b is not None and a.dim() == b.dim() == 3:
+            experts, hidden, inner = b.shape
+            if a.shape == (experts, 2 * inner, hidden):
+                return first, second
+    return None
+
+
+def given_experts(count: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows ``[1, rows, n]`` as experts are given them: ``[rows, n]``, and two random experts with shares for each."""
+    generator, rows = torch.Generator().manual_seed(SEED), x.shape[1]
+    shares, chosen = torch.rand(rows, count, generator=generator).topk(min(2, count))
+    return x[0], chosen.to(x.device), shares.to(x)
+
+
 def _trial(
-    module: nn.Module, tensors: Mapping[str, torch.Tensor], width: int, smallest: float
+    module: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    width: int,
+    smallest: float,
+    given: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = lambda x: (x,),
+    read: Callable[[Any], Any] = lambda out: out,
 ) -> Callable[[nn.Module], bool]:
-    """Run `module` with these for its parameters; → a test whether another gives the same."""
+    """Run `module` with these for its parameters; → a test whether another gives the same. given: its arguments, made
+    of random rows. read: the tensor to compare, of what it gives."""
     if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
         raise NotRecognisedError("its forward is hooked or replaced")
-    x = random_rows(ROW_COUNTS[-1], width, smallest, 2, next(iter(tensors.values())))
+    arguments = given(random_rows(ROW_COUNTS[-1], width, smallest, 2, next(iter(tensors.values()))))
     try:
-        out = functional_call(module, dict(tensors), (x,))
+        out = read(functional_call(module, dict(tensors), arguments))
     except Exception as error:  # any model's code
         raise NotRecognisedError(f"can't be run on random weights ({type(error).__name__}: {error})") from error
     if not isinstance(out, torch.Tensor):
         raise NotRecognisedError(f"returns a {type(out).__name__}")
-    return lambda fused: difference(fused(x), out) <= TOLERANCE[torch.float32]
+    return lambda fused: difference(read(fused(*arguments)), out) <= TOLERANCE[torch.float32]
 
 
 def compare(original: Callable[[torch.Tensor], Any], fused: Callable[[torch.Tensor], Any], like: torch.Tensor) -> None:
@@ -183,6 +274,10 @@ def _linears(module: nn.Module) -> dict[str, nn.Linear]:
 
 def _small_numbers(module: nn.Module) -> list[float]:
     return list(dict.fromkeys(v for v in vars(module).values() if isinstance(v, float) and 0.0 < v < 0.1))
+
+
+def _integers(module: nn.Module) -> list[int]:
+    return list(dict.fromkeys(v for v in vars(module).values() if type(v) is int))
 
 
 def _takes_one_input(module: nn.Module) -> bool:

@@ -43,6 +43,43 @@ class FusedMLP(nn.Module):
         return out.view(*hidden_states.shape[:-1], out.shape[-1])
 
 
+class FusedRouter(nn.Module):
+    """Chooses the experts of each row by the softmax of a product. Keeps the original's parameter."""
+
+    def __init__(self, weight: nn.Parameter, num_chosen: int, normalise: bool, widened: bool, backend: Backend) -> None:
+        super().__init__()
+        self.weight = weight
+        self.num_chosen = num_chosen
+        self.normalise = normalise
+        self.widened = widened  # whether shares are fp32; else they have the dtype of the rows
+        self._linear = backend.linear
+        self._route = backend.route
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``[..., hidden]`` → logits ``[rows, experts]``, shares and numbers of experts ``[rows, num_chosen]``."""
+        logits = self._linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
+        chosen, shares = self._route(logits, self.num_chosen, self.normalise)
+        return logits, shares if self.widened else shares.to(logits.dtype), chosen
+
+
+class FusedExperts(nn.Module):
+    """The experts of a mixture, each a gated MLP: see `Backend.experts`. Keeps the original's parameters."""
+
+    def __init__(self, gate_up: nn.Parameter, down: nn.Parameter, activation: str, backend: Backend) -> None:
+        super().__init__()
+        self.gate_up = gate_up
+        self.down = down
+        self.activation = activation
+        self.num_experts = len(down)
+        self._experts = backend.experts
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows ``[rows, hidden]``, the experts of each and their shares ``[rows, n]`` → ``[rows, hidden]``."""
+        return self._experts(hidden_states, top_k_index, top_k_weights, self.gate_up, self.down, self.activation)
+
+
 class JoinedProjections(nn.Module):
     """Several linear layers over the same input, as one product.
 
