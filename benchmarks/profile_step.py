@@ -44,6 +44,7 @@ PHASES = {  # the phases in kernels/native/decoder.h
     "output": "product: output, added to the residual, norm",
     "gate_up": "product: gate and up, activation",
     "down": "product: down, added to the residual, norm",
+    "experts": "router and experts, added to the residual, norm",
     "head": "product: logits",
     "choice": "choice of tokens, in calls of several steps",
 }

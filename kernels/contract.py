@@ -19,7 +19,7 @@ on nothing else: not on the other rows, and not on how a prompt was cut into chu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -438,17 +438,11 @@ class Backend(Protocol):
         ``[experts, 2 * inner, hidden]``, gate first. down: ``[experts, hidden, inner]``. activation: see `act_and_mul`.
         → ``[rows, hidden]``: the sum of each row's outputs, in fp32, rounded once.
         """
-        pairs = chosen.flatten()
-        order = pairs.argsort(stable=True)
-        ends = torch.bincount(pairs, minlength=len(down)).cumsum(0).tolist()
-        outputs = x.new_empty(len(pairs), x.shape[1])
-        for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
-            if end > start:
-                mine = order[start:end]
-                inner = self.act_and_mul(self.linear(x[mine // chosen.shape[1]], gate_up[expert]), activation)
-                outputs[mine] = self.linear(inner, down[expert])
-        outputs = outputs.view(*chosen.shape, -1)
-        return (outputs.float() * shares.float().unsqueeze(2)).sum(1).to(x.dtype)
+
+        def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.act_and_mul(self.linear(rows, gate_up[expert]), activation), down[expert])
+
+        return each_expert(x, chosen, shares, len(down), compute)
 
     def decoder(
         self,
@@ -528,3 +522,22 @@ class Backend(Protocol):
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """``act(gate) * up`` of ``[rows, 2 * n]``, gate first → ``[rows, n]``, computed in fp32; activation is
         ``silu``, ``gelu`` or ``gelu_tanh``. Raises ValueError for another."""
+
+
+def each_expert(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    shares: torch.Tensor,
+    num_experts: int,
+    compute: Callable[[int, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """`Backend.experts` by `compute`, which is called with the number of each expert that is chosen, and its rows."""
+    pairs = chosen.flatten()
+    order = pairs.argsort(stable=True)
+    ends = torch.bincount(pairs, minlength=num_experts).cumsum(0).tolist()
+    outputs = x.new_empty(len(pairs), x.shape[1])
+    for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if end > start:
+            mine = order[start:end]
+            outputs[mine] = compute(expert, x[mine // chosen.shape[1]])
+    return (outputs.view(*chosen.shape, -1).float() * shares.float().unsqueeze(2)).sum(1).to(x.dtype)

@@ -93,10 +93,22 @@ class GatedMLP(NamedTuple):
     activation: str
 
 
+class Mixture(NamedTuple):
+    """Experts, of which each row goes through some: see `Backend.route` and `Backend.experts`."""
+
+    router: Linear
+    num_chosen: int
+    normalise: bool
+    widened: bool  # shares are fp32; else they are rounded to the dtype of the rows
+    gate_up: torch.Tensor  # [experts, 2 * inner, hidden], gate first
+    down: torch.Tensor  # [experts, hidden, inner]
+    activation: str
+
+
 AttentionTensors = AttentionMixer[Norm, Linear, torch.Tensor]
 RecurrenceTensors = RecurrentMixer[Norm, Linear, torch.Tensor]
 # An MLP of another kind is a module, ``[1, rows, hidden]`` → the same, alone or first in a tuple.
-LayerTensors = DecoderLayer[Norm, AttentionTensors, RecurrenceTensors, Linear, GatedMLP | nn.Module]
+LayerTensors = DecoderLayer[Norm, AttentionTensors, RecurrenceTensors, Linear, GatedMLP | Mixture | nn.Module]
 # paths in the layer's module
 AttentionNames = AttentionMixer[str, str, str]
 RecurrenceNames = RecurrentMixer[str, str, str]
@@ -193,6 +205,17 @@ class Decoder(Protocol):
         """See `Backend.linear`. weight and bias are tensors that `Backend.decoder` was given. A step that `run` does
         not serve is computed layer by layer with it."""
 
+    def experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        activation: str,
+    ) -> torch.Tensor:
+        """See `Backend.experts`. gate_up and down are tensors that `Backend.decoder` was given."""
+
     def run(
         self,
         hidden: torch.Tensor,
@@ -245,6 +268,9 @@ class LayeredDecoder:
 
     def give_back(self) -> None:
         self._decoder.give_back()
+
+    def experts(self, *args: Any) -> torch.Tensor:
+        return self._decoder.experts(*args)
 
     def run(self, *_: Any, **__: Any) -> torch.Tensor:
         raise NotImplementedError

@@ -413,7 +413,7 @@ def _unsigned(experts: np.ndarray) -> np.ndarray:
 
 def _recorder(model: PagedModel, max_tokens: int) -> ExpertRecorder:
     if model.whole is not None:
-        raise NotSupportedError("enable_return_routed_experts is True, but this model has no experts: unset it")
+        raise NotSupportedError("enable_return_routed_experts is True, and weights are quantized: unset one of them")
     recorder = ExpertRecorder(model.model)
     layers, chosen = recorder.shape
     row_bytes = layers * chosen * recorder.dtype.itemsize

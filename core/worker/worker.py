@@ -307,9 +307,9 @@ def load_paged(
     if (stages is not None or isinstance(backend, ParallelBackend)) and isinstance(decisions, KeptDecisions):
         decisions = None  # several ranks verify at each start
     kept = decisions if isinstance(decisions, KeptDecisions) else None
+    layered = adapters_of(backend) is not None or config.model_config.enable_return_routed_experts
     if kept is not None:
-        limit, adapted = config.model_config.max_model_len, adapters_of(backend) is not None
-        kept.settings = f"{wanted.quantization} {limit} {adapted}"
+        kept.settings = f"{wanted.quantization} {config.model_config.max_model_len} {layered}"
     model = load_model(
         wanted,
         config.load_config,
@@ -325,7 +325,7 @@ def load_paged(
     weights = fingerprint({name: model.parameters.get(name) for name in model.parameters.names()})
     bits = BITS.get(wanted.quantization or "") if model.quantized is None else None
     model.is_quantized = bits is not None or model.quantized is not None
-    if model.is_quantized or adapters_of(backend) is None:
+    if model.is_quantized or not layered:
         with nullcontext() if stages is None else stages.silence():
             make_whole(model, backend, bits)
     if kept is not None and kept.can_keep and not _confirmed(model, backend, kept):

@@ -378,9 +378,13 @@ def _halves(*tensors: torch.Tensor) -> bool:
 
 def _is_readable(x: torch.Tensor) -> bool:
     """Whether `x` can be read 16 bytes at a time: the last dimension is contiguous, rows and heads begin aligned."""
+    if x.data_ptr() % VECTOR_BYTES:
+        return False
+    if x.is_contiguous():
+        return True
     *strides, last = x.stride()
-    aligned = all(s * x.itemsize % VECTOR_BYTES == 0 for s, n in zip(strides, x.shape, strict=False) if n > 1)
-    return last == 1 and (aligned or x.is_contiguous()) and x.data_ptr() % VECTOR_BYTES == 0
+    steps = (stride * x.itemsize for stride, size in zip(strides, x.shape, strict=False) if size > 1)
+    return last == 1 and not any(step % VECTOR_BYTES for step in steps)
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:

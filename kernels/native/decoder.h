@@ -9,19 +9,12 @@
 #include <chrono>
 
 #include "attention.h"
+#include "experts.h"
 #include "mixer.h"
-#include "products.h"
 
 namespace mainspring {
 
 // Made of 64-bit words, as decoder.py writes them.
-struct LinearOf {
-    WeightKind kind;
-    const void* data;
-    int64_t N, K, group;
-    const void* bias;
-    Weight weight() const { return {kind, data, int(N), int(K), int(group)}; }
-};
 struct CacheOf {
     CacheView keys, values;
     Dtype dtype;
@@ -29,7 +22,7 @@ struct CacheOf {
 };
 struct LayerOf {
     NormOf input_norm, query_norm, key_norm, attention_norm, mlp_norm, output_norm;
-    LinearOf qkv, output, gate_up, down;  // qkv of a recurrent mixer: its first product. gate_up.N is 0: there is no MLP
+    LinearOf qkv, output, gate_up, down;  // qkv of a recurrent mixer: its first product. gate_up.N is 0: no such MLP
     int64_t q_size, k_size, v_size, key_dim, value_dim;  // q_size with the gates
     int64_t gates;  // behind each head of the query comes the gate of its output
     int64_t rotary;  // which table of angles; -1: none
@@ -40,6 +33,7 @@ struct LayerOf {
     double multiplier;
     CacheOf cache;
     MixerOf mixer;
+    MixtureOf mixture;
 };
 struct DecoderOf {
     Dtype dtype;
@@ -73,7 +67,7 @@ struct StepOf {
 
 struct RepeatOf;
 
-enum Phase { NORM, QKV, HEADS, ATTENTION, MIXER, OUTPUT, GATE_UP, DOWN, HEAD, CHOICE, PHASES };
+enum Phase { NORM, QKV, HEADS, ATTENTION, MIXER, OUTPUT, GATE_UP, DOWN, EXPERTS, HEAD, CHOICE, PHASES };
 
 void attend_in_team(const AttentionCall& call, Team& team, int rank);
 
@@ -113,7 +107,8 @@ class Decoder {
 
     DecoderOf of_;
     std::vector<LayerOf> layers_;
-    Buffer rows_, own_, joined_, activated_, added_, wanted_, mixed_, workspace_;  // what is never needed at once shares one
+    // What is never needed at once shares one.
+    Buffer rows_, own_, joined_, activated_, added_, wanted_, mixed_, mixture_, workspace_;
     Buffer hidden_, logits_;  // of repeated steps
 };
 
@@ -152,10 +147,13 @@ class Forward {
                 mix(layer), done(MIXER);
             }
             adds(layer.output, layer.attention_norm, layer.multiplier, attended(), layer.output.K, OUTPUT);
-            if (!layer.gate_up.N) continue;
-            x = normed(layer.mlp_norm);
-            mlp(layer, x), done(GATE_UP);
-            adds(layer.down, layer.output_norm, layer.multiplier, activated(layer), layer.down.K, DOWN);
+            if (layer.gate_up.N) {
+                x = normed(layer.mlp_norm);
+                mlp(layer, x), done(GATE_UP);
+                adds(layer.down, layer.output_norm, layer.multiplier, activated(layer), layer.down.K, DOWN);
+            } else if (layer.mixture.router.N) {
+                mixture(layer, normed(layer.mlp_norm));
+            }
         }
         finish();
     }
@@ -326,12 +324,32 @@ class Forward {
         }
     }
 
+    void mixture(const LayerOf& layer, const T* x) {
+        const MixtureMemory memory(layer.mixture, d_.of_.dtype, layer.gated, rows_, width_, team_.size, d_.mixture_.data);
+        const bool straight = adds_straight(layer.output_norm, layer.multiplier);
+        mixture_in_team(
+            layer.mixture, d_.of_.dtype, layer.gated, layer.activation, x, width_, rows_, memory, d_.workspace_.data, team_, rank_,
+            [&](int64_t row, int64_t d, F32 sums) {
+                T *from = hidden() + row * width_ + d, *to = straight ? from : added() + row * width_ + d;
+                store_up_to(to, straight ? add(sums, load_up_to(from, width_ - d)) : sums, width_ - d);
+            }
+        );
+        done(EXPERTS);
+        if (!straight) add_added(layer.output_norm, layer.multiplier);
+    }
+
+    static bool adds_straight(const NormOf& norm, double multiplier) { return !norm.weight && multiplier == 1; }
+
     // hidden += multiplier * norm(x * weight)
     void adds(const LinearOf& linear, const NormOf& norm, double multiplier, const T* x, int64_t x_stride, Phase phase) {
-        const bool straight = !norm.weight && multiplier == 1;
+        const bool straight = adds_straight(norm, multiplier);
         product(linear, x, x_stride, straight ? hidden() : added(), width_, straight ? hidden() : nullptr);
         done(phase);
-        if (straight) return;
+        if (!straight) add_added(norm, multiplier);
+    }
+
+    // hidden += multiplier * norm(added)
+    void add_added(const NormOf& norm, double multiplier) {
         for (int64_t row = share_.begin; row < share_.end; ++row) {
             T *from = added() + row * width_, *to = hidden() + row * width_;
             if (norm.weight) norm_row(norm, from, width_, from);
@@ -373,21 +391,26 @@ class Forward {
 inline void Decoder::reserve(const StepOf& step) {
     const int threads = int(step.threads);
     int64_t joined = 0, attended = 0, activated = 0, added = 0, mixed = 0;
-    size_t workspace = workspace_bytes(of_.head.weight(), int(step.num_wanted), threads);
+    size_t workspace = workspace_bytes(of_.head.weight(), int(step.num_wanted), threads), mixture = 0;
     for (const auto& layer : layers_) {
         joined = std::max({joined, layer.qkv.N, layer.gated ? layer.down.K : layer.gate_up.N});
         attended = std::max(attended, layer.output.K);
         if (!layer.gated) activated = std::max(activated, layer.down.K);
         if (layer.attention_norm.weight || layer.output_norm.weight || layer.multiplier != 1) added = of_.hidden;
         if (layer.mixer.form != Form::attention) mixed = std::max(mixed, layer.mixer.numbers());
-        for (const LinearOf* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down})
+        std::vector<const LinearOf*> linears = {&layer.qkv, &layer.output, &layer.gate_up, &layer.down};
+        if (const MixtureOf& m = layer.mixture; m.router.N) {
+            linears.insert(linears.end(), {&m.router, &m.gate_up(0), &m.down(0)});
+            mixture = std::max(mixture, MixtureMemory(m, of_.dtype, layer.gated, step.rows, of_.hidden, threads, nullptr).bytes);
+        }
+        for (const LinearOf* linear : linears)
             if (linear->N) workspace = std::max(workspace, workspace_bytes(linear->weight(), int(step.rows), threads));
     }
     const int64_t size = size_of(of_.dtype), bytes = step.rows * size;
     rows_.reserve(std::max({bytes * attended, bytes * of_.hidden, step.num_wanted * size * of_.hidden}));
     joined_.reserve(bytes * joined), activated_.reserve(bytes * activated), added_.reserve(bytes * added);
     mixed_.reserve(step.rows * mixed * sizeof(float));
-    workspace_.reserve(workspace);
+    mixture_.reserve(mixture), workspace_.reserve(workspace);
     with_dtype(of_.dtype, [&](auto t) { own_.reserve(threads * Forward<decltype(t)>::own_bytes(of_.hidden)); });
 }
 

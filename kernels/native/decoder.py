@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .. import host_memory
-from ..contract import LayerCache
+from ..contract import LayerCache, each_expert
 from ..decoder_contract import (
     NF4,
     AttentionMixer,
@@ -18,26 +18,31 @@ from ..decoder_contract import (
     GatedMLP,
     LayerTensors,
     Linear,
+    Mixture,
     Norm,
     PackedWeight,
     QuantizedWeight,
 )
+from ..reference.reference_backend import ReferenceBackend
 from .choice import NO_TENSOR, choice_words
 from .mixer import NO_MIXER, NO_NORM, Form, in_fp32, mixer_words, norm_words
-from .weights import GATE, PanelWeight, linear, pack, pack_quantized
+from .weights import GATE, PackedExperts, PanelWeight, linear, pack, pack_quantized
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}  # dtypes.h
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # fused.h
-PHASES = ("norm", "qkv", "heads", "attention", "mixer", "output", "gate_up", "down", "head", "choice")  # decoder.h
+# of decoder.h
+PHASES = "norm qkv heads attention mixer output gate_up down experts head choice".split()
 
 # structs of decoder.h, in words of 64 bits
 _LINEAR = struct.Struct("=6q")
+_MIXTURE = struct.Struct("=4q")  # of experts.h, without the router
 _LAYER = struct.Struct("=11qd")
 _CACHE = struct.Struct("=10q")
 _DECODER = struct.Struct("=3q")
 _STEP = struct.Struct("=15q")
 _REPEAT = struct.Struct("=16q3d32q")  # of repeat.h
 _NO_LINEAR = (0,) * 6
+_reference = ReferenceBackend()
 _HEAD_BITS = 8  # of a quantized output layer, which bears fewer bits badly
 
 
@@ -67,7 +72,7 @@ class NativeDecoder:
         self._handle = None
         self._run = library.mainspring_decoder_run
         self._held: list[Any] = [norm]  # what C++ has addresses of
-        self.weights: dict[int, PanelWeight | _InterleavedBias | _Copy] = {}
+        self.weights: dict[int, PanelWeight | PackedExperts | _InterleavedBias | _Copy] = {}
         self._bits, self._quantized = bits, quantized or {}
         self._dtype, self._vocab = norm.weight.dtype, head.weight.shape[0]
         packed = [self._layer(layer) for layer in layers]
@@ -95,13 +100,33 @@ class NativeDecoder:
 
     def give_back(self) -> None:
         for weight in self.weights.values():
-            host_memory.give_back(weight.memory)
+            for memory in weight.memory if isinstance(weight, PackedExperts) else [weight.memory]:
+                host_memory.give_back(memory)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         packed = self.weights[id(weight)]
         assert isinstance(packed, PanelWeight)
         kept = None if bias is None else self.weights.get(id(bias))
         return linear(self._library, x, packed, bias if kept is None else kept.unpack())
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        shares: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        activation: str,
+    ) -> torch.Tensor:
+        first, second = self.weights[id(gate_up)], self.weights[id(down)]
+        assert isinstance(first, PackedExperts)
+        assert isinstance(second, PackedExperts)
+
+        def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            inner = _reference.act_and_mul(linear(self._library, rows, first.panels[expert]), activation)
+            return linear(self._library, inner, second.panels[expert])
+
+        return each_expert(x, chosen, shares, len(first.panels), compute)
 
     def run(
         self,
@@ -167,7 +192,11 @@ class NativeDecoder:
 
     def _layer(self, layer: LayerTensors) -> bytes:
         mixer, gated, activation, mlp = layer.mixer, False, 0, bytes(2 * _LINEAR.size)
-        if layer.mlp is not None:
+        mixture = bytes(_LINEAR.size + _MIXTURE.size)
+        if isinstance(layer.mlp, Mixture):
+            gated, activation = layer.mlp.down.shape[2] % GATE == 0, ACTIVATIONS[layer.mlp.activation]
+            mixture = self._mixture(layer.mlp, gated)
+        elif layer.mlp is not None:
             assert isinstance(layer.mlp, GatedMLP)
             gate_up, down, name = layer.mlp
             gated, activation = gate_up.weight.shape[0] % (2 * GATE) == 0, ACTIVATIONS[name]
@@ -184,8 +213,22 @@ class NativeDecoder:
         norms = layer.input_norm, *head_norms, layer.mixer_norm, layer.mlp_norm, layer.output_norm
         return b"".join([
             *map(self._norm, norms), self._linear(first, self._bits), self._linear(layer.output, self._bits), mlp,
-            _LAYER.pack(*attention, activation, gated, layer.multiplier), bytes(_CACHE.size), recurrence,
+            _LAYER.pack(*attention, activation, gated, layer.multiplier), bytes(_CACHE.size), recurrence, mixture,
         ])  # fmt: skip
+
+    def _mixture(self, mixture: Mixture, gated: bool) -> bytes:
+        """`MixtureOf`. The router is not quantized."""
+        experts = zip(self._experts(mixture.gate_up, gated), self._experts(mixture.down), strict=True)
+        words = b"".join(_LINEAR.pack(*panel.words(), 0) for both in experts for panel in both)
+        self._held.append(held := ctypes.create_string_buffer(words, len(words)))
+        router = self._linear(mixture.router, None)
+        return router + _MIXTURE.pack(ctypes.addressof(held), mixture.num_chosen, mixture.normalise, mixture.widened)
+
+    def _experts(self, weight: torch.Tensor, gated: bool = False) -> list[PanelWeight]:
+        panels = [pack(self._library, each, gated, release=True, bits=self._bits) for each in weight.detach()]
+        self.weights[id(weight)] = PackedExperts(panels)
+        weight.data = torch.empty(0, dtype=weight.dtype)
+        return panels
 
     def _hold(self, tensor: torch.Tensor, form: Form) -> torch.Tensor:
         copy = self.weights[id(tensor)] = _Copy(tensor, form)

@@ -181,7 +181,7 @@ struct PackedLinear {
     }
 };
 
-// Three layers that differ in all they can differ in, and an output layer that is the embedding too: the logits of steps
+// Three layers that differ in all they can differ in (the last has experts), and an output layer that is the embedding too: the logits of steps
 // of one row, a few and many, one after another.
 std::vector<std::vector<char>> decode(Dtype dtype, WeightKind kind, Dtype cache_dtype, int threads) {
     constexpr int64_t HIDDEN = 40, HEADS = 4, KV_HEADS = 2, KEY = 10, VALUE = 6, VOCAB = 50, BLOCK = 8, BLOCKS = 16, ROTARY = 6;
@@ -195,7 +195,7 @@ std::vector<std::vector<char>> decode(Dtype dtype, WeightKind kind, Dtype cache_
         return {vectors.back().bytes.get(), dtype, n, 1e-6, 1};
     };
     std::vector<PackedLinear> linears;
-    linears.reserve(20);
+    linears.reserve(40);
     const auto linear = [&](int64_t N, int64_t K, bool gated = false) {
         return linears.emplace_back(kind, dtype, N, K, gated).of;
     };
@@ -215,6 +215,9 @@ std::vector<std::vector<char>> decode(Dtype dtype, WeightKind kind, Dtype cache_
     layers[1].interleaved = true, layers[1].sinks = sinks.data();
     layers[2].input_norm = norm(HIDDEN), layers[2].query_norm = norm(KEY), layers[2].key_norm = norm(KEY);
     layers[2].mlp_norm = norm(HIDDEN);
+    std::vector<LinearOf> experts;
+    for (int i = 0; i < 9; ++i) experts.push_back(linear(2 * 16, HIDDEN, true)), experts.push_back(linear(HIDDEN, 16));
+    layers[2].gate_up = layers[2].down = {}, layers[2].mixture = {linear(9, HIDDEN), experts.data(), 3, 1, 0};
 
     struct {
         DecoderOf of;

@@ -72,6 +72,29 @@ class PanelWeight(NamedTuple):
         _call(self.kernels, name, *self.words(), self.gated, *arguments)
 
 
+class PackedExperts(NamedTuple):
+    """``[experts, out_features, in_features]``, each expert's in panels of its own."""
+
+    panels: list[PanelWeight]
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        return [each.memory for each in self.panels]
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Those experts: int64 ``[n]`` → ``[n, out_features, in_features]``."""
+        return torch.stack([self.panels[i].unpack() for i in ids.tolist()])
+
+    def unpack(self) -> torch.Tensor:
+        """As it was before, or as near as its quantization is."""
+        return self.rows(torch.arange(len(self.panels)))
+
+    def replace(self, weight: torch.Tensor) -> None:
+        """By others, ``[experts, out_features, in_features]``."""
+        for panel, each in zip(self.panels, weight, strict=True):
+            panel.replace(each)
+
+
 def pack(
     library: ctypes.CDLL, weight: torch.Tensor, gated: bool = False, release: bool = False, bits: int | None = None
 ) -> PanelWeight:

@@ -47,6 +47,7 @@ from .fuse_match import (
     is_mlp_candidate,
     is_norm_candidate,
     is_router_candidate,
+    mixture_of,
     recognise_experts,
     recognise_mlp,
     recognise_norm,
@@ -56,7 +57,7 @@ from .fuse_match import (
 from .fuse_observe import is_plain_linear, shared_inputs
 from .stack_match import recognise_stack
 
-RMS_NORM, GATED_MLP, ROUTER, EXPERTS = "rms_norm", "gated_mlp", "router", "experts"
+RMS_NORM, GATED_MLP, ROUTER, EXPERTS, MIXTURE = "rms_norm", "gated_mlp", "router", "experts", "mixture"
 PROJECTIONS, STACK = "projections", "decoder_stack"
 _WHOLE = FusedRMSNorm | FusedRouter | FusedExperts | JoinedProjections  # fused modules without others inside
 
@@ -64,7 +65,7 @@ _WHOLE = FusedRMSNorm | FusedRouter | FusedExperts | JoinedProjections  # fused 
 class Decision(NamedTuple):
     """What was decided about one place: a plain value, for msgpack or JSON."""
 
-    kind: str  # rms_norm, gated_mlp, router, experts, projections or decoder_stack
+    kind: str  # one of the above
     fused: bool
     reason: str  # why not; empty where fused
     options: Sequence[Any] = ()  # the fields of …Options, or the names of joined layers
@@ -129,6 +130,9 @@ class Fusion:
                 parent = self.model.get_submodule(path)
                 if all(isinstance(getattr(parent, name, None), nn.Linear) for name in children):
                     self._settle(f"{path}:{'+'.join(children)}", PROJECTIONS, partial(tuple, children))
+        for path, module in list(self.model.named_modules()):
+            if mixture_of(module) is not None:
+                self._settle(path, MIXTURE, tuple)
         if layered:
             self.decisions[STACK] = Decision(STACK, False, layered)
         else:
@@ -165,7 +169,8 @@ class Fusion:
             if name in self._shared:
                 raise NotRecognisedError(f"its parameter {name} is also used elsewhere")
         if verify:
-            compare(new.original, new.fused, next(iter(new.slots.values())).tensor)
+            held = [slot.tensor for slot in new.slots.values()] or list(new.modules[path].parameters())
+            compare(new.original, new.fused, held[0])
         for at, module in new.modules.items():
             parent, _, child = at.rpartition(".")
             setattr(self.model.get_submodule(parent), child, module.eval())
@@ -206,6 +211,12 @@ def _experts(original: nn.Module, path: str, options: Sequence[Any], backend: Ba
     return _Replacement(lambda x: original(*given(x)), lambda x: fused(*given(x)), {path: fused}, slots)
 
 
+def _mixture(original: nn.Module, path: str, options: Sequence[Any], backend: Backend) -> _Replacement:
+    fused = mixture_of(original)
+    assert fused is not None, "the router and the experts are fused"
+    return _Replacement(original, fused, {path: fused}, {})
+
+
 def _projections(parent: nn.Module, path: str, names: Sequence[Any], backend: Backend) -> _Replacement:
     linears = _linears(parent, names)
     originals = list(linears.values())
@@ -222,6 +233,7 @@ _BUILD: dict[str, Callable[[nn.Module, str, Sequence[Any], Backend], _Replacemen
     GATED_MLP: _mlp,
     ROUTER: _router,
     EXPERTS: _experts,
+    MIXTURE: _mixture,
     PROJECTIONS: _projections,
 }
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.func import functional_call
 
 from ....kernels.contract import Backend
-from ..run.fused import FusedExperts, FusedMLP, FusedRMSNorm, FusedRouter, join, linear_of
+from ..run.fused import FusedExperts, FusedMixture, FusedMLP, FusedRMSNorm, FusedRouter, join, linear_of
 from .fuse_observe import SEED, is_plain_linear
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
@@ -98,6 +98,16 @@ def is_router_candidate(module: nn.Module) -> bool:
 def is_experts_candidate(module: nn.Module) -> bool:
     """Rows, their experts and shares come in, and the parameters have the shapes of gate and up together, and down."""
     return _experts_names(module) is not None and len(inspect.signature(module.forward).parameters) == 3
+
+
+def mixture_of(module: nn.Module) -> FusedMixture | None:
+    """The fused router and experts of a module that has nothing else, and takes one input."""
+    holders = [m for m in module.modules() if m._parameters]
+    routers = [m for m in holders if isinstance(m, FusedRouter)]
+    experts = [m for m in holders if isinstance(m, FusedExperts)]
+    if len(holders) == 2 and len(routers) == len(experts) == 1 and _takes_one_input(module):
+        return FusedMixture(routers[0], experts[0])
+    return None
 
 
 def recognise_norm(module: nn.Module, backend: Backend) -> NormOptions:

@@ -317,7 +317,8 @@ class _Matching:
 
         layer = build_layer(module, names)
         angles = cos_sin(self.decoder, self.rotaries, self.seen.positions)
-        step = LayerInputs(self.backend, self.backend.linear, angles, attend, states_of(self.model))
+        kernels = self.backend, self.backend.linear, self.backend.experts
+        step = LayerInputs(*kernels, angles, attend, states_of(self.model))
         got.append(torch.add(*run_layer(step, layer, x, None)))
         *states, output = map(row_differences, expected, got)
         # of a row that was rounded otherwise, a router may choose another expert, and a short query becomes a long one

@@ -19,6 +19,7 @@ from ....kernels.contract import Backend
 from ....kernels.decoder_contract import AttentionMixer, Decoder, Embedding, GatedMLP, Linear
 from ...parallel.stage_model import StagePart
 from ..load.quantized import JoinedWeights
+from ..run.fused import FusedMixture
 from ..run.paged_model import PagedModel
 from ..run.positions import positions_given, receivers
 from ..run.recurrent import one_sequence, state_inputs
@@ -82,12 +83,17 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
 def _decoder(
     backend: Backend, stack: StackedDecoder, head: Head, bits: int | None, weights: JoinedWeights | None
 ) -> Decoder | None:
+    mixtures = (layer.mlp.tensors() if isinstance(layer.mlp, FusedMixture) else layer.mlp for layer in stack.layers)
+    layers = [layer._replace(mlp=mlp) for layer, mlp in zip(stack.layers, mixtures, strict=True)]
     try:
-        return backend.decoder(stack.layers, stack.norm, head.linear, bits, weights)
+        decoder = backend.decoder(layers, stack.norm, head.linear, bits, weights)
     except ValueError as error:
         if bits is None and weights is None:
             raise
         raise NotRecognisedError(str(error)) from error
+    if decoder is not None:
+        stack.layers = layers
+    return decoder
 
 
 def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None, bool]:
@@ -96,8 +102,8 @@ def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None, b
     stack = model.stack
     if stack is None:
         raise NotRecognisedError("its layers are of no form that is known")
-    if not all(layer.mlp is None or isinstance(layer.mlp, GatedMLP) for layer in stack.layers):
-        raise NotRecognisedError("an MLP is not a gated one")
+    if not all(layer.mlp is None or isinstance(layer.mlp, GatedMLP | FusedMixture) for layer in stack.layers):
+        raise NotRecognisedError("an MLP is neither a gated one nor experts with their router")
     attending = sum(isinstance(layer.mixer, AttentionMixer) for layer in stack.layers)
     if len(model.layers) != attending:
         raise NotRecognisedError(f"{attending} layers with attention make {len(model.layers)} attention calls")

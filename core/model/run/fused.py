@@ -9,6 +9,7 @@ from torch import nn
 
 from ....kernels import host_memory
 from ....kernels.contract import Backend
+from ....kernels.decoder_contract import Linear, Mixture
 
 
 class FusedRMSNorm(nn.Module):
@@ -78,6 +79,27 @@ class FusedExperts(nn.Module):
     ) -> torch.Tensor:
         """Rows ``[rows, hidden]``, the experts of each and their shares ``[rows, n]`` → ``[rows, hidden]``."""
         return self._experts(hidden_states, top_k_index, top_k_weights, self.gate_up, self.down, self.activation)
+
+
+class FusedMixture(nn.Module):
+    """A router and the experts that it chooses."""
+
+    def __init__(self, router: FusedRouter, experts: FusedExperts) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """``[..., hidden]`` → ``[..., hidden]``."""
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, shares, chosen = self.router(rows)
+        out: torch.Tensor = self.experts(rows, chosen, shares)
+        return out.view(hidden_states.shape)
+
+    def tensors(self) -> Mixture:
+        router, experts = self.router, self.experts
+        options = router.num_chosen, router.normalise, router.widened
+        return Mixture(Linear(router.weight, None), *options, experts.gate_up, experts.down, experts.activation)
 
 
 class JoinedProjections(nn.Module):

@@ -27,6 +27,7 @@ from ....kernels.decoder_contract import (
     LayerNames,
     LayerTensors,
     Linear,
+    Mixture,
     Norm,
     RecurrenceNames,
     RecurrenceTensors,
@@ -51,6 +52,7 @@ class LayerInputs(NamedTuple):
 
     backend: Backend
     linear: Callable[..., torch.Tensor]  # as `Backend.linear`
+    experts: Callable[..., torch.Tensor]  # as `Backend.experts`
     angles: Sequence[torch.Tensor]  # of each rotary embedding: see `cos_sin`
     attend: Attend
     states: StepStates | None  # of the step's sequences, where a mixer is recurrent
@@ -91,6 +93,10 @@ def run_layer(
     if isinstance(layer.mlp, GatedMLP):
         gate_up, down, activation = layer.mlp
         added = linear(backend.act_and_mul(linear(x, *gate_up), activation), *down)
+    elif isinstance(layer.mlp, Mixture):
+        router, num_chosen, normalise, widened, *experts = layer.mlp
+        chosen, shares = backend.route(linear(x, *router), num_chosen, normalise)
+        added = step.experts(x, chosen, shares if widened else shares.to(x.dtype), *experts)
     else:
         out = layer.mlp(x.unsqueeze(0))
         added = (out[0] if isinstance(out, tuple) else out).reshape(rows, -1)
@@ -251,7 +257,7 @@ class StackedDecoder:
         if self.rotaries:
             assert position_ids is not None, "the model gives positions to its decoder"
             angles = cos_sin(self.decoder, self.rotaries, position_ids)
-        step = LayerInputs(self._backend, self._backend.linear, angles, attend, states)
+        step = LayerInputs(self._backend, self._backend.linear, self._backend.experts, angles, attend, states)
         return _Output(last_hidden_state=run_layers(step, self.layers, self.norm, hidden[0], self.stages)[None])
 
 

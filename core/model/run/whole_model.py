@@ -125,7 +125,8 @@ class WholeModel:
         self, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor
     ) -> torch.Tensor:
         stack = self.stack
-        step = LayerInputs(self.backend, self.decoder.linear, self._angles_at(positions), attend, self.states)
+        kernels = self.backend, self.decoder.linear, self.decoder.experts
+        step = LayerInputs(*kernels, self._angles_at(positions), attend, self.states)
         hidden = run_layers(step, stack.layers, stack.norm, stack.scaled(embeddings), stack.stages)
         return self.head.finish(self.decoder.linear(hidden[wanted], *self.head.linear))
 

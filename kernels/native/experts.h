@@ -1,0 +1,167 @@
+// The experts of a mixture, gated MLPs of which each row goes through a few, and the router that chooses them.
+//
+// Rows are put together by expert, and each expert's are one product. A member of the team takes whole experts, for which
+// it waits for nobody; only where these are too few to keep all busy do all share each product. A row's bits are the same
+// either way, and do not depend on the other rows: see linear.h.
+#pragma once
+
+#include <numeric>
+
+#include "products.h"
+
+namespace mainspring {
+
+// Made of 64-bit words, as decoder.py writes them.
+struct LinearOf {
+    WeightKind kind;
+    const void* data;
+    int64_t N, K, group;
+    const void* bias;
+    Weight weight() const { return {kind, data, int(N), int(K), int(group)}; }
+};
+struct MixtureOf {
+    LinearOf router;  // N: experts; 0: there is no mixture
+    const LinearOf* weights;  // of each expert gate and up, and down
+    int64_t num_chosen, normalise, widened;
+    const LinearOf& gate_up(int64_t expert) const { return weights[2 * expert]; }
+    const LinearOf& down(int64_t expert) const { return weights[2 * expert + 1]; }
+    int64_t pairs(int64_t rows) const { return rows * num_chosen; }
+};
+
+// Memory of a step of so many rows. `of` gives the parts of one piece, 64-byte aligned.
+struct MixtureMemory {
+    char *logits, *gathered, *inner, *outputs, *workspaces;
+    float* shares;
+    int32_t* chosen;
+    size_t own_bytes, bytes = 0;  // own_bytes: of a member's own workspace
+
+    MixtureMemory(const MixtureOf& m, Dtype dtype, bool gated, int64_t rows, int64_t hidden, int threads, char* at) {
+        const auto part = [&](size_t size) { return bytes += (size + 63) / 64 * 64, at + bytes - (size + 63) / 64 * 64; };
+        const size_t size = size_of(dtype), pairs = m.pairs(rows);
+        const Weight gate_up = m.gate_up(0).weight(), down = m.down(0).weight();
+        logits = part(rows * m.router.N * size);
+        shares = (float*)part(pairs * sizeof(float)), chosen = (int32_t*)part(pairs * sizeof(int32_t));
+        gathered = part(pairs * hidden * size), inner = part(pairs * (gated ? gate_up.N / 2 : gate_up.N) * size);
+        outputs = part(pairs * hidden * size);
+        own_bytes = (std::max(workspace_bytes(gate_up, int(rows), 1), workspace_bytes(down, int(rows), 1)) + 63) / 64 * 64;
+        workspaces = part(threads * own_bytes);
+    }
+};
+
+// The likeliest experts of a row by the router's logits [n], and their probabilities; of equal ones the first.
+template <class T>
+void route_row(const T* logits, const MixtureOf& m, int32_t* chosen, float* shares) {
+    const int n = int(m.router.N), k = int(m.num_chosen);
+    std::vector<float> x((n + LANES - 1) / LANES * LANES, -INFINITY), likely(x.size());
+    for (int i = 0; i < n; i += LANES) store_up_to(x.data() + i, load_up_to(logits + i, n - i), n - i);
+    F32 top = load(x.data()), total = zero();
+    for (size_t i = LANES; i < x.size(); i += LANES) top = max(top, load(x.data() + i));
+    const F32 most = set(largest(top));
+    for (size_t i = 0; i < x.size(); i += LANES) {
+        const F32 each = exp(sub(load(x.data() + i), most));
+        store(likely.data() + i, each), total = add(total, each);
+    }
+    float sum_of_chosen = 0;
+    for (int i = 0; i < k; ++i) {
+        const int best = int(std::max_element(x.begin(), x.begin() + n) - x.begin());
+        chosen[i] = best, shares[i] = likely[best] / sum(total), sum_of_chosen += shares[i];
+        x[best] = -INFINITY;
+    }
+    for (int i = 0; i < k; ++i) {
+        if (m.normalise) shares[i] /= sum_of_chosen;
+        if (!m.widened) {
+            T rounded;
+            store_one(&rounded, shares[i]), shares[i] = load_one(&rounded);
+        }
+    }
+}
+
+// Pairs of a row and one of its experts, in the order of experts.
+struct PairsByExpert {
+    std::vector<int32_t> order, place;  // the pair in each place, the place of each pair
+    std::vector<int32_t> first;  // of each expert, and the end
+    std::vector<int32_t> used;  // experts that have pairs, those with most before
+
+    PairsByExpert(const int32_t* chosen, int64_t pairs, int64_t experts) : order(pairs), place(pairs), first(experts + 1) {
+        for (int64_t i = 0; i < pairs; ++i) ++first[chosen[i] + 1];
+        std::partial_sum(first.begin(), first.end(), first.begin());
+        std::vector<int32_t> next(first.begin(), first.end() - 1);
+        for (int64_t i = 0; i < pairs; ++i) place[i] = next[chosen[i]]++, order[place[i]] = int32_t(i);
+        for (int64_t e = 0; e < experts; ++e)
+            if (count(e)) used.push_back(int32_t(e));
+        std::stable_sort(used.begin(), used.end(), [&](int a, int b) { return count(a) > count(b); });
+    }
+    int32_t count(int64_t expert) const { return first[expert + 1] - first[expert]; }
+};
+
+// `rows` rows of x [rows, hidden] through their experts. Every member calls it with the same rows, perhaps in memory of its
+// own where they are few. add(row, columns, sum) is called for each vector of the sums, by the member whose share of the
+// rows it is. All of it is done after a barrier.
+template <class T, class Add>
+void mixture_in_team(const MixtureOf& m, Dtype dtype, bool gated, Activation activation, const T* x, int64_t hidden, int64_t rows,
+                     const MixtureMemory& memory, void* workspace, Team& team, int rank, const Add& add) {
+    T* logits = (T*)memory.logits;
+    const int64_t experts = m.router.N, k = m.num_chosen;
+    multiply({m.router.weight(), dtype, x, hidden, int(rows), logits, experts, m.router.bias}, workspace, team, rank);
+    team.barrier();
+    const Share mine(rows, rank, team.size);
+    for (int64_t row = mine.begin; row < mine.end; ++row)
+        route_row(logits + row * experts, m, memory.chosen + row * k, memory.shares + row * k);
+    team.barrier();
+    const PairsByExpert pairs(memory.chosen, m.pairs(rows), experts);
+
+    const int64_t inner = m.down(0).K, inner_stride = gated ? inner : 2 * inner;
+    const auto gather = [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+            std::memcpy((T*)memory.gathered + i * hidden, x + pairs.order[i] / k * hidden, hidden * sizeof(T));
+    };
+    const auto activate_rows = [&](int64_t begin, int64_t end) {  // in place
+        for (int64_t i = begin; i < end; ++i) {
+            T* row = (T*)memory.inner + i * inner_stride;
+            switch (activation) {
+                case Activation::silu: act_and_mul_row<Activation::silu>(row, row + inner, inner, row); break;
+                case Activation::gelu: act_and_mul_row<Activation::gelu>(row, row + inner, inner, row); break;
+                default: act_and_mul_row<Activation::gelu_tanh>(row, row + inner, inner, row);
+            }
+        }
+    };
+    const auto products = [&](int32_t expert, void* space, Team& by, int member) {
+        const int64_t first = pairs.first[expert];
+        const int count = pairs.count(expert);
+        T *in = (T*)memory.inner + first * inner_stride, *out = (T*)memory.outputs + first * hidden;
+        Product p = {m.gate_up(expert).weight(), dtype, (T*)memory.gathered + first * hidden, hidden, count, in, inner_stride};
+        p.gated = gated, p.activation = activation;
+        multiply(p, space, by, member);
+        by.barrier();
+        if (!gated) {
+            const Share some(count, member, by.size);
+            activate_rows(first + some.begin, first + some.end);
+            by.barrier();
+        }
+        multiply({m.down(expert).weight(), dtype, in, inner_stride, count, out, hidden}, space, by, member);
+    };
+    if (int(pairs.used.size()) >= 4 * team.size) {
+        for (size_t i; (i = team.take()) < pairs.used.size();) {
+            const int32_t expert = pairs.used[i];
+            gather(pairs.first[expert], pairs.first[expert + 1]);
+            Team alone(1);
+            products(expert, memory.workspaces + rank * memory.own_bytes, alone, 0);
+        }
+    } else {
+        const Share some(m.pairs(rows), rank, team.size);
+        gather(some.begin, some.end);
+        for (const int32_t expert : pairs.used) team.barrier(), products(expert, workspace, team, rank);
+    }
+    team.barrier();
+    for (int64_t row = mine.begin; row < mine.end; ++row)
+        for (int64_t d = 0; d < hidden; d += LANES) {
+            F32 total = zero();
+            for (int64_t i = row * k; i < (row + 1) * k; ++i) {
+                const T* output = (const T*)memory.outputs + pairs.place[i] * hidden + d;
+                total = fma(set(memory.shares[i]), load_up_to(output, hidden - d), total);
+            }
+            add(row, d, total);
+        }
+}
+
+}  // namespace mainspring
