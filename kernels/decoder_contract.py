@@ -94,7 +94,8 @@ class GatedMLP(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """Experts, of which each row goes through some: see `Backend.route` and `Backend.experts`."""
+    """Experts, of which each row goes through some: see `Backend.route` and `Backend.experts`. A shared expert is one
+    more, through which all rows go; its output may have a gate."""
 
     router: Linear
     num_chosen: int
@@ -102,7 +103,9 @@ class Mixture(NamedTuple):
     widened: bool  # shares are fp32; else they are rounded to the dtype of the rows
     gate_up: torch.Tensor  # [experts, 2 * inner, hidden], gate first
     down: torch.Tensor  # [experts, hidden, inner]
-    activation: str
+    activation: str  # of the shared expert, too
+    shared: GatedMLP | None
+    shared_gate: torch.Tensor | None  # [1, hidden]: the output is multiplied by the sigmoid of its product with a row
 
 
 AttentionTensors = AttentionMixer[Norm, Linear, torch.Tensor]

@@ -26,7 +26,7 @@ from mainspring.kernels.native.decoder import PHASES, NativeDecoder
 from mainspring.kernels.native.native_backend import NativeBackend
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from native_here import why_not
-from test_stack import SIZES, TAKEN, build
+from test_stack import EXPERTS, SIZES, TAKEN, build
 from tiers import fast_only
 
 REASON = why_not()
@@ -50,6 +50,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"num_experts": 24, "num_local_experts": 24, "num_experts_per_tok": 5, "norm_topk_prob": True},
     ),
+    "shared_expert": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "norm_topk_prob": False}),
+    "qwen3_next_experts": ("qwen3_next", {**DELTA, **EXPERTS, "mlp_only_layers": [0, 2]}),
     "all_experts": ("mixtral", {"num_experts_per_tok": 4}),  # no rounding lets a router choose others
     "ungated_experts": ("mixtral", {"intermediate_size": 88}),
     "ungated": ("llama_biases", {"intermediate_size": 90}),  # gate and up don't share panels
@@ -64,7 +66,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # A norm makes a long query of a short one, and of its rounding, or a router chooses another expert: errors in half
 # precision scatter from model to model.
-SCATTERED = ("qwen3_next", "qwen3_next_first", "qwen3_5", "ungated_experts")
+SCATTERED = ("qwen3_next", "qwen3_next_first", "qwen3_5", "ungated_experts", "qwen3_next_experts")
 FAST_MODELS = ("llama", "gemma2", "granite", "many_experts", "ungated")  # models of the fast tier
 LENGTHS = (37, 26)  # both longer than the windows
 SEQUENCES = [
@@ -343,6 +345,7 @@ def test_the_time_of_every_phase_is_known(native: NativeBackend) -> None:
         ("phi3", torch.float32),
         ("many_experts", torch.bfloat16),
         ("ungated_experts", torch.float32),
+        ("shared_expert", torch.bfloat16),
         ("qwen3_next", torch.bfloat16),
         ("mamba2", torch.float32),
     ],

@@ -22,7 +22,7 @@ struct CacheOf {
 };
 struct LayerOf {
     NormOf input_norm, query_norm, key_norm, attention_norm, mlp_norm, output_norm;
-    LinearOf qkv, output, gate_up, down;  // qkv of a recurrent mixer: its first product. gate_up.N is 0: no such MLP
+    LinearOf qkv, output, gate_up, down;  // qkv of a recurrent mixer: its first product. gate_up.N is 0: no MLP
     int64_t q_size, k_size, v_size, key_dim, value_dim;  // q_size with the gates
     int64_t gates;  // behind each head of the query comes the gate of its output
     int64_t rotary;  // which table of angles; -1: none
@@ -147,13 +147,13 @@ class Forward {
                 mix(layer), done(MIXER);
             }
             adds(layer.output, layer.attention_norm, layer.multiplier, attended(), layer.output.K, OUTPUT);
-            if (layer.gate_up.N) {
-                x = normed(layer.mlp_norm);
-                mlp(layer, x), done(GATE_UP);
+            if (!layer.gate_up.N && !layer.mixture.router.N) continue;
+            x = normed(layer.mlp_norm);
+            if (layer.gate_up.N) mlp(layer, x), done(GATE_UP);
+            if (layer.mixture.router.N)
+                mixture(layer, x);
+            else
                 adds(layer.down, layer.output_norm, layer.multiplier, activated(layer), layer.down.K, DOWN);
-            } else if (layer.mixture.router.N) {
-                mixture(layer, normed(layer.mlp_norm));
-            }
         }
         finish();
     }
@@ -325,13 +325,20 @@ class Forward {
     }
 
     void mixture(const LayerOf& layer, const T* x) {
-        const MixtureMemory memory(layer.mixture, d_.of_.dtype, layer.gated, rows_, width_, team_.size, d_.mixture_.data);
-        const bool straight = adds_straight(layer.output_norm, layer.multiplier);
+        const MixtureOf& m = layer.mixture;
+        const MixtureMemory memory(m, d_.of_.dtype, rows_, width_, team_.size, d_.mixture_.data);
+        const bool straight = adds_straight(layer.output_norm, layer.multiplier), shared = layer.gate_up.N;
+        if (shared) product(layer.down, activated(layer), layer.down.K, added(), width_, nullptr), done(DOWN);
+        std::vector<float> gates;
+        for (int64_t row = share_.begin; row < share_.end; ++row)
+            gates.push_back(m.shared_gate ? shared_gate(x + row * width_, m.shared_gate, width_) : 1);
         mixture_in_team(
-            layer.mixture, d_.of_.dtype, layer.gated, layer.activation, x, width_, rows_, memory, d_.workspace_.data, team_, rank_,
+            m, d_.of_.dtype, layer.activation, x, width_, rows_, memory, d_.workspace_.data, team_, rank_,
             [&](int64_t row, int64_t d, F32 sums) {
-                T *from = hidden() + row * width_ + d, *to = straight ? from : added() + row * width_ + d;
-                store_up_to(to, straight ? add(sums, load_up_to(from, width_ - d)) : sums, width_ - d);
+                T *residual = hidden() + row * width_ + d, *more = added() + row * width_ + d;
+                const int64_t n = width_ - d;
+                if (shared) sums = fma(set(gates[row - share_.begin]), load_up_to(more, n), sums);
+                store_up_to(straight ? residual : more, straight ? add(sums, load_up_to(residual, n)) : sums, n);
             }
         );
         done(EXPERTS);
@@ -401,7 +408,8 @@ inline void Decoder::reserve(const StepOf& step) {
         std::vector<const LinearOf*> linears = {&layer.qkv, &layer.output, &layer.gate_up, &layer.down};
         if (const MixtureOf& m = layer.mixture; m.router.N) {
             linears.insert(linears.end(), {&m.router, &m.gate_up(0), &m.down(0)});
-            mixture = std::max(mixture, MixtureMemory(m, of_.dtype, layer.gated, step.rows, of_.hidden, threads, nullptr).bytes);
+            mixture = std::max(mixture, MixtureMemory(m, of_.dtype, step.rows, of_.hidden, threads, nullptr).bytes);
+            if (layer.gate_up.N) added = of_.hidden;
         }
         for (const LinearOf* linear : linears)
             if (linear->N) workspace = std::max(workspace, workspace_bytes(linear->weight(), int(step.rows), threads));

@@ -35,7 +35,7 @@ PHASES = "norm qkv heads attention mixer output gate_up down experts head choice
 
 # structs of decoder.h, in words of 64 bits
 _LINEAR = struct.Struct("=6q")
-_MIXTURE = struct.Struct("=4q")  # of experts.h, without the router
+_MIXTURE = struct.Struct("=6q")  # of experts.h, without the router
 _LAYER = struct.Struct("=11qd")
 _CACHE = struct.Struct("=10q")
 _DECODER = struct.Struct("=3q")
@@ -193,12 +193,12 @@ class NativeDecoder:
     def _layer(self, layer: LayerTensors) -> bytes:
         mixer, gated, activation, mlp = layer.mixer, False, 0, bytes(2 * _LINEAR.size)
         mixture = bytes(_LINEAR.size + _MIXTURE.size)
+        dense = layer.mlp
         if isinstance(layer.mlp, Mixture):
-            gated, activation = layer.mlp.down.shape[2] % GATE == 0, ACTIVATIONS[layer.mlp.activation]
-            mixture = self._mixture(layer.mlp, gated)
-        elif layer.mlp is not None:
-            assert isinstance(layer.mlp, GatedMLP)
-            gate_up, down, name = layer.mlp
+            mixture, dense, activation = self._mixture(layer.mlp), layer.mlp.shared, ACTIVATIONS[layer.mlp.activation]
+        if dense is not None:
+            assert isinstance(dense, GatedMLP)
+            gate_up, down, name = dense
             gated, activation = gate_up.weight.shape[0] % (2 * GATE) == 0, ACTIVATIONS[name]
             mlp = self._linear(gate_up, self._bits, gated) + self._linear(down, self._bits)
         if isinstance(mixer, AttentionMixer):
@@ -216,13 +216,16 @@ class NativeDecoder:
             _LAYER.pack(*attention, activation, gated, layer.multiplier), bytes(_CACHE.size), recurrence, mixture,
         ])  # fmt: skip
 
-    def _mixture(self, mixture: Mixture, gated: bool) -> bytes:
+    def _mixture(self, mixture: Mixture) -> bytes:
         """`MixtureOf`. The router is not quantized."""
+        gated = mixture.down.shape[2] % GATE == 0
         experts = zip(self._experts(mixture.gate_up, gated), self._experts(mixture.down), strict=True)
         words = b"".join(_LINEAR.pack(*panel.words(), 0) for both in experts for panel in both)
         self._held.append(held := ctypes.create_string_buffer(words, len(words)))
         router = self._linear(mixture.router, None)
-        return router + _MIXTURE.pack(ctypes.addressof(held), mixture.num_chosen, mixture.normalise, mixture.widened)
+        shared_gate = 0 if mixture.shared_gate is None else self._hold(mixture.shared_gate, in_fp32).data_ptr()
+        options = mixture.num_chosen, mixture.normalise, mixture.widened, gated
+        return router + _MIXTURE.pack(ctypes.addressof(held), *options, shared_gate)
 
     def _experts(self, weight: torch.Tensor, gated: bool = False) -> list[PanelWeight]:
         panels = [pack(self._library, each, gated, release=True, bits=self._bits) for each in weight.detach()]

@@ -1,4 +1,5 @@
-// The experts of a mixture, gated MLPs of which each row goes through a few, and the router that chooses them.
+// The experts of a mixture, gated MLPs of which each row goes through a few, and the router that chooses them. All rows may
+// go through one more, the shared expert, which decoder.h computes like any MLP.
 //
 // Rows are put together by expert, and each expert's are one product. A member of the team takes whole experts, for which
 // it waits for nobody; only where these are too few to keep all busy do all share each product. A row's bits are the same
@@ -23,6 +24,8 @@ struct MixtureOf {
     LinearOf router;  // N: experts; 0: there is no mixture
     const LinearOf* weights;  // of each expert gate and up, and down
     int64_t num_chosen, normalise, widened;
+    int64_t gated;  // rows of gate and up are interleaved
+    const float* shared_gate;  // [hidden]: its product with a row is the gate of the shared expert's output; or null
     const LinearOf& gate_up(int64_t expert) const { return weights[2 * expert]; }
     const LinearOf& down(int64_t expert) const { return weights[2 * expert + 1]; }
     int64_t pairs(int64_t rows) const { return rows * num_chosen; }
@@ -35,13 +38,13 @@ struct MixtureMemory {
     int32_t* chosen;
     size_t own_bytes, bytes = 0;  // own_bytes: of a member's own workspace
 
-    MixtureMemory(const MixtureOf& m, Dtype dtype, bool gated, int64_t rows, int64_t hidden, int threads, char* at) {
+    MixtureMemory(const MixtureOf& m, Dtype dtype, int64_t rows, int64_t hidden, int threads, char* at) {
         const auto part = [&](size_t size) { return bytes += (size + 63) / 64 * 64, at + bytes - (size + 63) / 64 * 64; };
         const size_t size = size_of(dtype), pairs = m.pairs(rows);
         const Weight gate_up = m.gate_up(0).weight(), down = m.down(0).weight();
         logits = part(rows * m.router.N * size);
         shares = (float*)part(pairs * sizeof(float)), chosen = (int32_t*)part(pairs * sizeof(int32_t));
-        gathered = part(pairs * hidden * size), inner = part(pairs * (gated ? gate_up.N / 2 : gate_up.N) * size);
+        gathered = part(pairs * hidden * size), inner = part(pairs * (m.gated ? gate_up.N / 2 : gate_up.N) * size);
         outputs = part(pairs * hidden * size);
         own_bytes = (std::max(workspace_bytes(gate_up, int(rows), 1), workspace_bytes(down, int(rows), 1)) + 63) / 64 * 64;
         workspaces = part(threads * own_bytes);
@@ -76,6 +79,15 @@ void route_row(const T* logits, const MixtureOf& m, int32_t* chosen, float* shar
     }
 }
 
+// The gate of a shared expert's output.
+template <class T>
+float shared_gate(const T* x, const float* weight, int64_t hidden) {
+    F32 total = zero();
+    for (int64_t d = 0; d < hidden; d += LANES)
+        total = fma(load_up_to(x + d, hidden - d), load_up_to(weight + d, hidden - d), total);
+    return 1 / (1 + std::exp(-sum(total)));
+}
+
 // Pairs of a row and one of its experts, in the order of experts.
 struct PairsByExpert {
     std::vector<int32_t> order, place;  // the pair in each place, the place of each pair
@@ -98,7 +110,7 @@ struct PairsByExpert {
 // own where they are few. add(row, columns, sum) is called for each vector of the sums, by the member whose share of the
 // rows it is. All of it is done after a barrier.
 template <class T, class Add>
-void mixture_in_team(const MixtureOf& m, Dtype dtype, bool gated, Activation activation, const T* x, int64_t hidden, int64_t rows,
+void mixture_in_team(const MixtureOf& m, Dtype dtype, Activation activation, const T* x, int64_t hidden, int64_t rows,
                      const MixtureMemory& memory, void* workspace, Team& team, int rank, const Add& add) {
     T* logits = (T*)memory.logits;
     const int64_t experts = m.router.N, k = m.num_chosen;
@@ -110,7 +122,7 @@ void mixture_in_team(const MixtureOf& m, Dtype dtype, bool gated, Activation act
     team.barrier();
     const PairsByExpert pairs(memory.chosen, m.pairs(rows), experts);
 
-    const int64_t inner = m.down(0).K, inner_stride = gated ? inner : 2 * inner;
+    const int64_t inner = m.down(0).K, inner_stride = m.gated ? inner : 2 * inner;
     const auto gather = [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
             std::memcpy((T*)memory.gathered + i * hidden, x + pairs.order[i] / k * hidden, hidden * sizeof(T));
@@ -130,10 +142,10 @@ void mixture_in_team(const MixtureOf& m, Dtype dtype, bool gated, Activation act
         const int count = pairs.count(expert);
         T *in = (T*)memory.inner + first * inner_stride, *out = (T*)memory.outputs + first * hidden;
         Product p = {m.gate_up(expert).weight(), dtype, (T*)memory.gathered + first * hidden, hidden, count, in, inner_stride};
-        p.gated = gated, p.activation = activation;
+        p.gated = m.gated, p.activation = activation;
         multiply(p, space, by, member);
         by.barrier();
-        if (!gated) {
+        if (!m.gated) {
             const Share some(count, member, by.size);
             activate_rows(first + some.begin, first + some.end);
             by.barrier();

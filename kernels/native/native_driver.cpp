@@ -181,7 +181,7 @@ struct PackedLinear {
     }
 };
 
-// Three layers that differ in all they can differ in (the last has experts), and an output layer that is the embedding too: the logits of steps
+// Three layers that differ in all they can differ in (the last has experts, one of them shared), and an output layer that is the embedding too: the logits of steps
 // of one row, a few and many, one after another.
 std::vector<std::vector<char>> decode(Dtype dtype, WeightKind kind, Dtype cache_dtype, int threads) {
     constexpr int64_t HIDDEN = 40, HEADS = 4, KV_HEADS = 2, KEY = 10, VALUE = 6, VOCAB = 50, BLOCK = 8, BLOCKS = 16, ROTARY = 6;
@@ -217,7 +217,8 @@ std::vector<std::vector<char>> decode(Dtype dtype, WeightKind kind, Dtype cache_
     layers[2].mlp_norm = norm(HIDDEN);
     std::vector<LinearOf> experts;
     for (int i = 0; i < 9; ++i) experts.push_back(linear(2 * 16, HIDDEN, true)), experts.push_back(linear(HIDDEN, 16));
-    layers[2].gate_up = layers[2].down = {}, layers[2].mixture = {linear(9, HIDDEN), experts.data(), 3, 1, 0};
+    const std::vector<float> shared_gate(HIDDEN, 0.1f);
+    layers[2].mixture = {linear(9, HIDDEN), experts.data(), 3, 1, 0, 1, shared_gate.data()};
 
     struct {
         DecoderOf of;

@@ -101,13 +101,20 @@ def is_experts_candidate(module: nn.Module) -> bool:
 
 
 def mixture_of(module: nn.Module) -> FusedMixture | None:
-    """The fused router and experts of a module that has nothing else, and takes one input."""
-    holders = [m for m in module.modules() if m._parameters]
-    routers = [m for m in holders if isinstance(m, FusedRouter)]
-    experts = [m for m in holders if isinstance(m, FusedExperts)]
-    if len(holders) == 2 and len(routers) == len(experts) == 1 and _takes_one_input(module):
-        return FusedMixture(routers[0], experts[0])
-    return None
+    """The fused router and experts of a module that takes one input, and has nothing else but a shared expert."""
+    if isinstance(module, FusedMixture) or module._parameters or not _takes_one_input(module):
+        return None
+    held: list[Any] = [part for part in module.children() if [*part.parameters()]]
+    parts = {type(part): part for part in held}
+    router, experts = parts.pop(FusedRouter, None), parts.pop(FusedExperts, None)
+    shared, gate = parts.pop(FusedMLP, None), parts.pop(nn.Linear, None)
+    if parts or router is None or experts is None or len(held) != 2 + (shared is not None) + (gate is not None):
+        return None
+    if shared is not None and shared.activation != experts.activation:
+        return None
+    if gate is not None and (shared is None or gate.out_features != 1 or gate.bias is not None):
+        return None
+    return FusedMixture(router, experts, shared, gate)
 
 
 def recognise_norm(module: nn.Module, backend: Backend) -> NormOptions:

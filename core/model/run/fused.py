@@ -9,7 +9,7 @@ from torch import nn
 
 from ....kernels import host_memory
 from ....kernels.contract import Backend
-from ....kernels.decoder_contract import Linear, Mixture
+from ....kernels.decoder_contract import GatedMLP, Linear, Mixture
 
 
 class FusedRMSNorm(nn.Module):
@@ -42,6 +42,10 @@ class FusedMLP(nn.Module):
         gate_up = self.gate_up(hidden_states.reshape(-1, hidden_states.shape[-1]))
         out: torch.Tensor = self.down(self._act_and_mul(gate_up, self.activation))
         return out.view(*hidden_states.shape[:-1], out.shape[-1])
+
+    def tensors(self) -> GatedMLP:
+        gate_up, down = self.gate_up, self.down
+        return GatedMLP(Linear(gate_up.weight, gate_up.bias), Linear(down.weight, down.bias), self.activation)
 
 
 class FusedRouter(nn.Module):
@@ -82,24 +86,49 @@ class FusedExperts(nn.Module):
 
 
 class FusedMixture(nn.Module):
-    """A router and the experts that it chooses."""
+    """A router and the experts that it chooses; perhaps an expert that all rows share, and the gate of its output."""
 
-    def __init__(self, router: FusedRouter, experts: FusedExperts) -> None:
+    def __init__(
+        self,
+        router: FusedRouter,
+        experts: FusedExperts,
+        shared: FusedMLP | None = None,
+        shared_gate: nn.Linear | None = None,
+    ) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
+        self.shared = shared
+        self.shared_gate = shared_gate
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``[..., hidden]`` → ``[..., hidden]``."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, shares, chosen = self.router(rows)
         out: torch.Tensor = self.experts(rows, chosen, shares)
+        if self.shared is not None:
+            more: torch.Tensor = self.shared(rows)
+            out = out + (more if self.shared_gate is None else gate_rows(more, self.shared_gate(rows)))
         return out.view(hidden_states.shape)
 
     def tensors(self) -> Mixture:
-        router, experts = self.router, self.experts
-        options = router.num_chosen, router.normalise, router.widened
-        return Mixture(Linear(router.weight, None), *options, experts.gate_up, experts.down, experts.activation)
+        router, experts, shared, gate = self.router, self.experts, self.shared, self.shared_gate
+        return Mixture(
+            Linear(router.weight, None),
+            router.num_chosen,
+            router.normalise,
+            router.widened,
+            experts.gate_up,
+            experts.down,
+            experts.activation,
+            None if shared is None else shared.tensors(),
+            None if gate is None else gate.weight,
+        )
+
+
+def gate_rows(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """``[rows, n]`` times the sigmoids of ``[rows, 1]``, which are computed alike wherever they are."""
+    return (x.float() / (1 + torch.exp(-gate.float()))).to(x.dtype)
 
 
 class JoinedProjections(nn.Module):

@@ -37,7 +37,7 @@ from ...parallel.stage_model import ForeignLayer, stages_of
 from ...parallel.stages import Stages
 from ..learn.fuse_observe import STAND_IN, own_values
 from .attention import IMPLEMENTATION
-from .fused import FusedMLP, FusedRMSNorm
+from .fused import FusedMLP, FusedRMSNorm, gate_rows
 from .recurrent import StepStates
 
 IGNORED = {"use_cache": False, "output_router_logits": False, "return_dict": True}
@@ -91,16 +91,30 @@ def run_layer(
 
     x, hidden = _add_norm(backend, hidden, added, layer.mlp_norm)
     if isinstance(layer.mlp, GatedMLP):
-        gate_up, down, activation = layer.mlp
-        added = linear(backend.act_and_mul(linear(x, *gate_up), activation), *down)
+        added = _gated_mlp(step, layer.mlp, x)
     elif isinstance(layer.mlp, Mixture):
-        router, num_chosen, normalise, widened, *experts = layer.mlp
-        chosen, shares = backend.route(linear(x, *router), num_chosen, normalise)
-        added = step.experts(x, chosen, shares if widened else shares.to(x.dtype), *experts)
+        added = _mixture(step, layer.mlp, x)
     else:
         out = layer.mlp(x.unsqueeze(0))
         added = (out[0] if isinstance(out, tuple) else out).reshape(rows, -1)
     return hidden, _scaled(backend, added, layer.output_norm, layer.multiplier)
+
+
+def _gated_mlp(step: LayerInputs, mlp: GatedMLP, x: torch.Tensor) -> torch.Tensor:
+    gate_up, down, activation = mlp
+    return step.linear(step.backend.act_and_mul(step.linear(x, *gate_up), activation), *down)
+
+
+def _mixture(step: LayerInputs, mixture: Mixture, x: torch.Tensor) -> torch.Tensor:
+    m = mixture
+    chosen, shares = step.backend.route(step.linear(x, *m.router), m.num_chosen, m.normalise)
+    out = step.experts(x, chosen, shares if m.widened else shares.to(x.dtype), m.gate_up, m.down, m.activation)
+    if m.shared is None:
+        return out
+    more = _gated_mlp(step, m.shared, x)
+    if m.shared_gate is not None:
+        more = gate_rows(more, (x.float() * m.shared_gate.float()).sum(1, keepdim=True))
+    return out + more
 
 
 def _attended(step: LayerInputs, mixer: AttentionTensors, x: torch.Tensor) -> torch.Tensor:
@@ -302,7 +316,7 @@ def build_layer(layer: nn.Module, names: LayerNames) -> LayerTensors:
     held["output"] = _linear(layer, names.output)
     mlp = held["mlp"] = None if names.mlp is None else layer.get_submodule(names.mlp)
     if isinstance(mlp, FusedMLP):
-        held["mlp"] = GatedMLP(_linear(mlp, "gate_up"), _linear(mlp, "down"), mlp.activation)
+        held["mlp"] = mlp.tensors()
     return DecoderLayer(**held)
 
 
