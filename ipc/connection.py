@@ -179,6 +179,7 @@ class Connection:
 
     def _wait_for_ready(self, connect_timeout: float) -> None:
         link = self._link
+        self.receive()  # libzmq's descriptors do not tell of what came while Hello was sent
         while self._ready is None:
             readable(self.fds, LOST_POLL_SECONDS)
             self.receive()
