@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
@@ -43,9 +44,11 @@ from ..ipc.server import CoreServer
 from ..ipc.supervisor import write_message
 from ..ipc.time_slices import take_short_slices
 from ..ipc.transport import CoreLaunch, remove_runtime_dir, wait_for_parent
+from ..kernels import prefault
 from .batched_outputs import OutputBatcher
 
 if TYPE_CHECKING:
+    from ..ipc.config import EngineConfig
     from .loop import EngineCore
 
 logger = logging.getLogger("mainspring.core")
@@ -109,6 +112,7 @@ def _load_and_serve(launch: CoreLaunch, report: Callable[[msgspec.Struct], None]
     if gpus := launch.config.parallel_config.device_ids:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     sys.path += [folder for folder in launch.import_path if folder not in sys.path]
+    _prefault(launch.config)
     gc.disable()  # objects made by an import stay alive; collections would take a tenth of the import time
     from ..kernels import host_memory  # imports torch, which takes seconds; the server listens meanwhile
     from .loop import EngineCore
@@ -140,6 +144,7 @@ def _load_and_serve(launch: CoreLaunch, report: Callable[[msgspec.Struct], None]
     )
     # Free what loading left. Only the core process does so: in a user's process a collection may take long.
     gc.collect()
+    prefault.drop()
     host_memory.trim()
     core.restore(launch.state)
     core.meter.epoch, core.meter.malformed_frames = launch.epoch, lambda: server.malformed_frames
@@ -169,6 +174,17 @@ def _load_and_serve(launch: CoreLaunch, report: Callable[[msgspec.Struct], None]
     server.stop("the daemon was stopped")
     core.close()
     return 0
+
+
+def _prefault(config: EngineConfig) -> None:
+    """Begin with the memory in which the weights of a model on a CPU are packed."""
+    model, device = config.model_config, config.device_config.device
+    on_cpu = device == "cpu" or (device == "auto" and not os.path.exists("/dev/nvidiactl"))
+    as_they_are = model.quantization is None and not config.lora_config.enable_lora
+    if on_cpu and as_they_are and config.parallel_config.num_ranks == 1 and model.runner != "pooling":
+        files = Path(model.model or "").expanduser().glob("*.safetensors")
+        if size := sum(file.stat().st_size for file in files):
+            prefault.begin(size)
 
 
 class ServeLoop:

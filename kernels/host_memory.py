@@ -9,15 +9,14 @@ from itertools import pairwise
 
 import torch
 
-HUGE_PAGE = 2 << 20
+from . import prefault
+from .prefault import HUGE_PAGE
 
 
 def zeros(num_bytes: int) -> torch.Tensor:
     """uint8 ``[num_bytes]``, aligned to huge pages, and made of them if the system has any. A page takes memory when it
     is first written to; torch's own zeros take all of it at once."""
-    pages = mmap.mmap(-1, num_bytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    pages = prefault.take(num_bytes)
     whole = torch.frombuffer(pages, dtype=torch.uint8)
     start = -whole.data_ptr() % HUGE_PAGE
     if not num_bytes:

@@ -22,7 +22,7 @@ from mainspring.core.worker.device import Device
 from mainspring.core.worker.runner import copy_blocks
 from mainspring.ipc.config import CacheConfig
 from mainspring.ipc.errors import InvalidArgumentError, OutOfMemoryError
-from mainspring.kernels import host_memory
+from mainspring.kernels import host_memory, prefault
 from tiers import examples
 
 GIB = 2**30
@@ -348,3 +348,17 @@ def test_host_memory_begins_where_its_storage_does() -> None:
         assert not memory.any()
         assert memory.untyped_storage().data_ptr() == memory.data_ptr()
         assert memory.data_ptr() % host_memory.HUGE_PAGE == 0
+
+
+def test_memory_that_was_begun_is_taken_once_for_a_chunk_and_else_given_back() -> None:
+    before = len(prefault._begun)
+    prefault.begin(1 << 20)
+    assert host_memory.zeros(1 << 20).shape == (1 << 20,)
+    assert len(prefault._begun) == 1, "something smaller took a chunk"
+    memory = host_memory.zeros(prefault.CHUNK_BYTES)
+    assert (memory.shape, before, len(prefault._begun)) == ((prefault.CHUNK_BYTES,), 0, 0)
+    assert not memory[: 4 << 20].any()
+    assert memory.data_ptr() % host_memory.HUGE_PAGE == 0
+    prefault.begin(1 << 20)
+    prefault.drop()
+    assert not prefault._begun

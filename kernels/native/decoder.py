@@ -26,7 +26,7 @@ from ..decoder_contract import (
 from ..reference.reference_backend import ReferenceBackend
 from .choice import NO_TENSOR, choice_words
 from .mixer import NO_MIXER, NO_NORM, Form, in_fp32, mixer_words, norm_words
-from .weights import GATE, PackedExperts, PanelWeight, linear, pack, pack_quantized
+from .weights import GATE, PackedExperts, PanelWeight, give_back_rest, linear, pack, pack_quantized
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}  # dtypes.h
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # fused.h
@@ -79,6 +79,7 @@ class NativeDecoder:
         words = _DECODER.pack(DTYPES[self._dtype], len(norm.weight), len(layers)) + self._norm(norm)
         words += self._linear(head, None if bits in (None, NF4) else _HEAD_BITS) + b"".join(packed)
         del self._quantized
+        give_back_rest()
         self._handle = library.mainspring_decoder_new(words)
 
     def __del__(self) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from .. import host_memory
 from ..decoder_contract import INT8_ROWS, NF4, QuantizedWeight
+from ..prefault import CHUNK_BYTES
 from .build import function
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes.h, and the kinds of plain weights
@@ -23,7 +24,6 @@ _ROW_MAJOR = 2  # in the place of `gated`: not packed
 
 _PANEL = 32  # rows of a weight that are packed together: linear.h
 _PIECE_BYTES = 16 << 20  # of a weight that is packed at once
-_CHUNK_BYTES = 256 << 20
 _ALONE = 16_384  # numbers of rows that are read sooner than others are woken
 
 
@@ -201,9 +201,14 @@ class _Memory:
     def take(self, size: int) -> torch.Tensor:
         """64-byte aligned; zeros, real only once written to."""
         if size > len(self._free):
-            self._free = host_memory.zeros(max(size, _CHUNK_BYTES))
+            self._free = host_memory.zeros(max(size, CHUNK_BYTES))
         taken, self._free = self._free[:size], self._free[-(-size // 64) * 64 :]
         return taken
 
+    def give_back_rest(self) -> None:
+        """Let what is left take no memory until it is written to, as if `prefault` had not done so."""
+        host_memory.give_back(self._free)
+
 
 _memory = _Memory()
+give_back_rest = _memory.give_back_rest
