@@ -141,6 +141,20 @@ def test_what_is_expected_is_fused_and_logits_agree(name: str, dtype: torch.dtyp
         assert (after - before).square().mean().sqrt() <= 0.05 * before.std()
 
 
+def test_a_module_that_differs_from_others_of_its_class_is_recognised_by_itself() -> None:
+    model = build("llama")
+    before = logits_of(model, token_ids(24))
+    second: Any = model.get_submodule("model.layers.1")
+    second.mlp.act_fn, second.input_layernorm.variance_epsilon = nn.GELU(), 0.05
+    changed = logits_of(model, token_ids(24))
+    report = fuse_model(model, BACKEND)
+    options = {path: report.decisions[f"model.layers.{path}"].options for path in ("0.mlp", "1.mlp")}
+    assert [each[-1] for each in options.values()] == ["silu", "gelu"]
+    assert report.decisions["model.layers.1.input_layernorm"].options == [0.05, 0.0]
+    assert report.decisions["model.layers.1.post_attention_layernorm"].options == [1e-6, 0.0]
+    assert (logits_of(model, token_ids(24)) - changed).abs().max() <= 1e-5 * before.std()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [*MODELS, *OTHER_MODELS])
 def test_a_row_has_the_same_bits_whatever_other_rows_there_are(name: str, dtype: torch.dtype) -> None:

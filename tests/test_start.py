@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -11,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaModel
 
 import tiny
 from mainspring import EngineArgs
-from mainspring.core.model.learn import fuse
+from mainspring.core.model.learn import fuse, whole_match
+from mainspring.core.model.learn.verify import final_logits
 from mainspring.core.model.load import kept_decisions, loader
 from mainspring.core.model.load.kept_decisions import KeptDecisions
 from mainspring.core.model.load.loader import _WithoutSympy, load_model
 from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.core.plan.control import Explain
+from mainspring.core.worker import worker as worker_of_one
 from mainspring.core.worker.generation_worker import GenerationWorker
 from mainspring.core.worker.make_worker import make_worker
 from mainspring.ipc.config import LoadConfig, ModelConfig
@@ -51,6 +55,7 @@ LOADS = """
 import sys, torch
 from mainspring.core.model.load.loader import load_model
 from mainspring.core.plan.control import Explain
+from mainspring.core.worker import worker as worker_of_one
 from mainspring.core.worker.generation_worker import GenerationWorker
 from mainspring.core.worker.make_worker import make_worker
 from mainspring.ipc.config import LoadConfig, ModelConfig
@@ -83,30 +88,22 @@ assert not hasattr(models, "NoSuchConfig")
     in_a_new_process(code)
 
 
-NAMES = """
-import mainspring.core.model
-from transformers.utils import import_utils
-from pathlib import Path
-import transformers
-models = Path(transformers.__file__).parent / "models"
-assert import_utils.define_import_structure.func.__name__ == "_names"
-kept = import_utils.define_import_structure
-print(kept(models, prefix="models") == kept.args[0](models, prefix="models"))
-"""
-
-
 @pytest.mark.slow
-def test_the_names_in_model_files_are_kept_as_transformers_finds_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MAINSPRING_CACHE", str(tmp_path))
-    for _ in range(2):
-        assert in_a_new_process(NAMES) == "True\n"
-    (file,) = tmp_path.glob("names/*")
-    before = file.read_bytes()
-    file.write_text("[3]")
-    assert in_a_new_process(NAMES) == "True\n"
-    assert sorted(file.read_bytes()) == sorted(before)
+def test_names_in_model_files_are_looked_for_when_one_is_asked_for(llama: Path) -> None:
+    code = (
+        LOADS
+        + """
+import transformers
+assert not hasattr(transformers, "__wrapped__") and transformers.PreTrainedModel and transformers.models
+assert not transformers._is_complete
+assert transformers.LlamaForCausalLM.__name__ == "LlamaForCausalLM"
+assert transformers._is_complete
+assert not hasattr(transformers, "NoSuchName")
+print("|", *sorted(transformers.__all__))
+"""
+    )
+    found = in_a_new_process(code, str(llama)).partition("|")[2]
+    assert found.split() == in_a_new_process("import transformers; print(*sorted(transformers.__all__))").split()
 
 
 @pytest.mark.slow
@@ -216,13 +213,14 @@ def worker(folder: Path, kept: Path, **fields: Any) -> GenerationWorker:
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[PagedModel]:
     """Receives each model that is verified."""
     found: list[PagedModel] = []
-    verify = loader.verify
+    for name in ("verify", "own_logits"):
+        usual = getattr(loader, name)
 
-    def noted(model: PagedModel, backend: Backend) -> str:
-        found.append(model)
-        return verify(model, backend)
+        def noted(model: PagedModel, *backend: Backend, usual: Any = usual) -> Any:
+            found.append(model)
+            return usual(model, *backend)
 
-    monkeypatch.setattr(loader, "verify", noted)
+        monkeypatch.setattr(loader, name, noted)
     return found
 
 
@@ -261,6 +259,44 @@ def test_other_logits_than_those_of_the_first_start_are_verified_anew(
     assert len(verified) == 2
     worker(llama, tmp_path)
     assert len(verified) == 2, "the second start left nothing to compare"
+
+
+def test_a_final_form_with_other_logits_is_compared_step_by_step(
+    llama: Path, tmp_path: Path, verified: list[PagedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_of_one, "final_logits", lambda model, backend: wrong(model, backend))
+    monkeypatch.setattr(whole_match, "final_logits", lambda model, backend: wrong(model, backend))
+
+    def wrong(model: PagedModel, backend: Backend) -> torch.Tensor:
+        logits = final_logits(model, backend)
+        return logits if model.own is None else logits.roll(1, dims=1)
+
+    lines = worker(llama, tmp_path).control(Explain())
+    assert len(verified) == 2
+    assert any("the paged path" in line for line in lines)
+    assert worker(llama, tmp_path).control(Explain()) == lines
+    assert len(verified) == 2
+
+
+def test_a_model_that_calls_its_layers_in_its_own_way_keeps_their_code(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stack refuses the argument, which shows in the final form only."""
+    whole, decoder = LlamaForCausalLM.forward, LlamaModel.forward
+
+    @functools.wraps(whole)
+    def giving(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return whole(self, *args, **kwargs, something=1)
+
+    @functools.wraps(decoder)
+    def taking(self: Any, *args: Any, something: int = 0, **kwargs: Any) -> Any:
+        return decoder(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", giving)
+    monkeypatch.setattr(LlamaModel, "forward", taking)
+    lines = worker(llama, tmp_path).control(Explain())
+    assert any("takes no something" in line for line in lines)
+    assert any("the paged path" in line for line in lines)
 
 
 def test_one_who_does_not_compare_logits_verifies(llama: Path, tmp_path: Path, verified: list[PagedModel]) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from ...ipc.errors import UnsupportedModelError
 from ...kernels.reference.reference_backend import ReferenceBackend

@@ -24,7 +24,7 @@ from ...kernels.contract import Backend
 from ..memory.recurrent_state import num_states
 from ..memory.updates import LayerGroup
 from ..model.learn.fuse import Decision
-from ..model.learn.verify import agree, final_logits, sample_of
+from ..model.learn.verify import agree, final_logits, sample_of, verify_final
 from ..model.learn.verify_media import verify_media
 from ..model.learn.whole_match import make_whole
 from ..model.load.kept_decisions import KeptDecisions, Verified
@@ -301,15 +301,17 @@ def load_paged(
     decisions: Mapping[str, Decision] | KeptDecisions | None = None,
     offload: int = 0,
     stages: Stages | None = None,
+    thorough: bool = False,
 ) -> tuple[PagedModel, str]:
     """Load the model `wanted`, and let `backend` run it as a whole if it can. Returns also the fingerprint of its
-    weights. Arguments and errors as `load_model`."""
+    weights. thorough: see `KeptDecisions`. Other arguments, and errors, as `load_model`."""
     if (stages is not None or isinstance(backend, ParallelBackend)) and isinstance(decisions, KeptDecisions):
         decisions = None  # several ranks verify at each start
     kept = decisions if isinstance(decisions, KeptDecisions) else None
     layered = adapters_of(backend) is not None or config.model_config.enable_return_routed_experts
     if kept is not None:
         kept.settings = f"{wanted.quantization} {config.model_config.max_model_len} {layered}"
+        kept.thorough = thorough or layered or wanted.quantization is not None
     model = load_model(
         wanted,
         config.load_config,
@@ -325,23 +327,35 @@ def load_paged(
     weights = fingerprint({name: model.parameters.get(name) for name in model.parameters.names()})
     bits = BITS.get(wanted.quantization or "") if model.quantized is None else None
     model.is_quantized = bits is not None or model.quantized is not None
-    if model.is_quantized or not layered:
-        with nullcontext() if stages is None else stages.silence():
-            make_whole(model, backend, bits)
-    if kept is not None and kept.can_keep and not _confirmed(model, backend, kept):
-        logger.info("the model gives other logits than at an earlier start: it is loaded and verified anew")
+    try:
+        if model.is_quantized or not layered:
+            with nullcontext() if stages is None else stages.silence():
+                make_whole(model, backend, bits)
+        sound = kept is None or not kept.can_keep or _confirmed(model, backend, kept)
+    except Exception:
+        if model.own is None:
+            raise
+        sound = False
+    if not sound:
+        logger.info("the model gives other logits than alone or at an earlier start: it is loaded and verified anew")
+        thorough = model.own is not None
         del model
-        return load_paged(config, wanted, device, backend, decisions, offload)
-    model.quantized = model.verified = None
+        return load_paged(config, wanted, device, backend, decisions, offload, thorough=thorough)
+    model.quantized = model.verified = model.own = None
     return model, weights
 
 
 def _confirmed(model: PagedModel, backend: Backend, kept: KeptDecisions) -> bool:
-    """Compare the logits of a model in its final form with those of an earlier start that verified it, if there was
-    one, and keep them for the next. The second of two loads always verifies, because `KeptDecisions.find` removes the
-    file."""
-    logits = sample_of(final_logits(model, backend) if model.verified is None else model.verified[1])
-    verified = kept.verified
+    """Compare the logits of a model in its final form with its own if it is not verified yet, or with those of an
+    earlier start that verified it, and keep them for the next. The second of two loads always verifies, because
+    `KeptDecisions.find` removes the file."""
+    logits = final_logits(model, backend) if model.verified is None else model.verified[1]
+    if model.own is not None:
+        if (line := verify_final(model, logits)) is None:
+            return False
+        model.verdict = [line]
+        model.notes.append(line)
+    logits, verified = sample_of(logits), kept.verified
     if verified is None:
         verified = Verified(model.verdict, logits.flatten().tolist())
     elif not agree(logits, torch.tensor(verified.logits), model.dtype):

@@ -36,11 +36,13 @@ from ..run.fused import (
 )
 from ..run.stack import StackedDecoder, StackOptions
 from .fuse_match import (
+    ROW_COUNTS,
     ExpertsOptions,
     MLPOptions,
     NormOptions,
     NotRecognisedError,
     RouterOptions,
+    code_of,
     compare,
     given_experts,
     is_experts_candidate,
@@ -90,6 +92,8 @@ class Fusion:
         self.decisions: dict[str, Decision] = {}
         self.parameters = ParameterMap.of(model)
         self.stack: StackedDecoder | None = None  # where it took the place of the layers' code
+        # kind and code of modules → what those that were fused are
+        self._known: dict[tuple[Any, ...], Callable[[], Sequence[Any]]] = {}
         places = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
         uses = Counter(places.values())
         self._shared = {name for name, place in places.items() if uses[place] > 1}
@@ -113,52 +117,67 @@ class Fusion:
         left_over = ", ".join(f"{count} {name}" for name, count in others.items())
         return [*lines, f"as they were: {left_over}"] if others else lines
 
-    def decide(self, layered: str = "") -> None:
-        """Look at every place there is, and fuse what agrees. layered: why the layers' code must stay."""
+    def decide(self, layered: str = "", thorough: bool = True) -> None:
+        """Look at every place there is, and fuse what agrees. Arguments: see `fuse_model`."""
         groups = shared_inputs(self.model)
         for path, module in list(self.model.named_modules()):
             if is_norm_candidate(module):
-                self._settle(path, RMS_NORM, partial(recognise_norm, module, self.backend))
+                self._settle_one(path, RMS_NORM, partial(recognise_norm, module, self.backend), {"": module})
             elif is_mlp_candidate(module):
-                self._settle(path, GATED_MLP, partial(recognise_mlp, module, self.backend))
+                self._settle_one(path, GATED_MLP, partial(recognise_mlp, module, self.backend), {"": module})
             elif is_router_candidate(module):
-                self._settle(path, ROUTER, partial(recognise_router, module, self.backend))
+                self._settle_one(path, ROUTER, partial(recognise_router, module, self.backend), {"": module})
             elif is_experts_candidate(module):
-                self._settle(path, EXPERTS, partial(recognise_experts, module, self.backend))
+                self._settle_one(path, EXPERTS, partial(recognise_experts, module, self.backend), {"": module})
             for children in groups.get(path, ()):
                 # unless a fused MLP has taken their place meanwhile
                 parent = self.model.get_submodule(path)
-                if all(isinstance(getattr(parent, name, None), nn.Linear) for name in children):
-                    self._settle(f"{path}:{'+'.join(children)}", PROJECTIONS, partial(tuple, children))
+                linears = {name: getattr(parent, name, None) for name in children}
+                if all(isinstance(linear, nn.Linear) for linear in linears.values()):
+                    self._settle_one(f"{path}:{'+'.join(children)}", PROJECTIONS, partial(tuple, children), linears)
         for path, module in list(self.model.named_modules()):
             if mixture_of(module) is not None:
                 self._settle(path, MIXTURE, tuple)
         if layered:
             self.decisions[STACK] = Decision(STACK, False, layered)
         else:
-            self._settle(STACK, STACK, partial(recognise_stack, self.model, self.backend))
+            self._settle(STACK, STACK, partial(recognise_stack, self.model, self.backend, thorough))
 
     def follow(self, decisions: Mapping[str, Sequence[Any]]) -> None:
         """Do what was decided before, without running anything."""
         for path, decision in ((path, Decision(*fields)) for path, fields in decisions.items()):
             if decision.fused:
                 try:
-                    self._fuse(path, decision.kind, decision.options, verify=False)
+                    self._fuse(path, decision.kind, decision.options)
                 except Exception as error:  # a name, a shape or a class is not what it was
                     raise ValueError(
                         f"the decision {path!r}: {tuple(decision)} does not fit the model: {error}"
                     ) from error
             self.decisions[path] = decision
 
-    def _settle(self, path: str, kind: str, recognise: Callable[[], Sequence[Any]]) -> None:
+    def _settle_one(
+        self, path: str, kind: str, recognise: Callable[[], Sequence[Any]], modules: Mapping[str, Any]
+    ) -> None:
+        """`_settle` of a place among many. modules: what is there, by name. Where modules of the same code were fused,
+        it is known what these are, and their own weights are all that is left to try."""
+        code = kind, *((name, code_of(module)) for name, module in modules.items())
+        known = self._known.get(code)
+        self._settle(path, kind, known or recognise, ROW_COUNTS if known is None else ROW_COUNTS[:1])
+        if (decision := self.decisions[path]).fused:
+            self._known[code] = partial(tuple, decision.options)
+
+    def _settle(
+        self, path: str, kind: str, recognise: Callable[[], Sequence[Any]], row_counts: Sequence[int] = ROW_COUNTS
+    ) -> None:
         try:
             options = recognise()
-            self._fuse(path, kind, options, verify=True)
+            self._fuse(path, kind, options, row_counts)
             self.decisions[path] = Decision(kind, True, "", list(options))
         except NotRecognisedError as reason:
             self.decisions[path] = Decision(kind, False, str(reason))
 
-    def _fuse(self, path: str, kind: str, options: Sequence[Any], *, verify: bool) -> None:
+    def _fuse(self, path: str, kind: str, options: Sequence[Any], row_counts: Sequence[int] = ()) -> None:
+        """row_counts: on how many rows the two are compared."""
         if kind == STACK:
             self.stack = StackedDecoder(self.model, StackOptions.of(options), self.backend)
             self.stack.install()
@@ -168,9 +187,9 @@ class Fusion:
         for name in new.slots:
             if name in self._shared:
                 raise NotRecognisedError(f"its parameter {name} is also used elsewhere")
-        if verify:
+        if row_counts:
             held = [slot.tensor for slot in new.slots.values()] or list(new.modules[path].parameters())
-            compare(new.original, new.fused, held[0])
+            compare(new.original, new.fused, held[0], row_counts)
         for at, module in new.modules.items():
             parent, _, child = at.rpartition(".")
             setattr(self.model.get_submodule(parent), child, module.eval())
@@ -286,8 +305,10 @@ def fuse_model(
     *,
     decisions: Mapping[str, Sequence[Any]] | None = None,
     layered: str = "",
+    thorough: bool = True,
 ) -> Fusion:
     """Fuse `model` in place. It must be in eval mode. layered: why no stack may take the place of the layers' code.
+    thorough: else the caller compares the logits of a model whose layers kernels alone compute, and nobody else does.
 
     decisions: those of an earlier fusion of the same checkpoint and backend, as they are or back from JSON; then
     nothing is run, and what they do not name stays as it is. Raises ValueError where they don't fit the model.
@@ -296,7 +317,7 @@ def fuse_model(
         raise ValueError("fuse_model needs a model in eval mode; call model.eval() first")
     fusion = Fusion(model, backend)
     if decisions is None:
-        fusion.decide(layered)
+        fusion.decide(layered, thorough)
     else:
         fusion.follow(decisions)
     return fusion

@@ -7,7 +7,7 @@ gives. That shows the formula; rounding in the model's dtype is then compared wi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import permutations
@@ -33,6 +33,9 @@ LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.
 ROW_COUNTS = (8, 16)  # both multiples of ROW_MULTIPLE: the only counts that are ever run
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN = (bool, int, float, str)  # attributes that are compared by their values
 
 _HIDDEN, _INNER = 16, 24  # sizes of the small random weights; different, so that a mix-up shows
 
@@ -228,10 +231,25 @@ def _trial(
     return lambda fused: difference(read(fused(*arguments)), out) <= TOLERANCE[torch.float32]
 
 
-def compare(original: Callable[[torch.Tensor], Any], fused: Callable[[torch.Tensor], Any], like: torch.Tensor) -> None:
+def code_of(module: nn.Module) -> Any:
+    """Equal for modules that differ in nothing but the values of their parameters, as those of most layers do."""
+    hooked = any((module._forward_hooks, module._forward_pre_hooks))
+    own = {name: value for name, value in vars(module).items() if name not in _OF_ANY_MODULE}
+    plain = {name: x if isinstance(x, _PLAIN) else id(x) for name, x in (own | module._buffers).items()}
+    shapes = {name: None if x is None else (x.shape, x.dtype) for name, x in module._parameters.items()}
+    children = {name: None if child is None else code_of(child) for name, child in module._modules.items()}
+    return type(module), id(module) if hooked else 0, *(tuple(part.items()) for part in (plain, shapes, children))
+
+
+def compare(
+    original: Callable[[torch.Tensor], Any],
+    fused: Callable[[torch.Tensor], Any],
+    like: torch.Tensor,
+    row_counts: Sequence[int] = ROW_COUNTS,
+) -> None:
     """Run both on fixed random rows of the width and dtype of `like`; raises `NotRecognisedError` if they differ."""
     limit = TOLERANCE[like.dtype]
-    for rows in ROW_COUNTS:
+    for rows in row_counts:
         x = random_rows(rows, like.shape[-1], -1, 1, like)
         error = difference(original(x), fused(x))
         if not error <= limit:

@@ -13,7 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ....kernels.contract import ROW_MULTIPLE
@@ -46,6 +48,21 @@ def stand_in(model: PreTrainedModel, note: Callable[..., None] | None = None) ->
 
     with attention_set(model, STAND_IN, attend):
         yield
+
+
+class RandomLayers(TorchFunctionMode):
+    """Linear layers give random numbers here, because to read their weights would take nearly all of a pass. For what
+    is learned from the modules that are called and from shapes, not from values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(SEED)
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        x, weight = args[:2] if len(args) > 1 else (args[0], kwargs["weight"])
+        return torch.randn(*x.shape[:-1], weight.shape[0], generator=self._generator).to(x)
 
 
 @torch.no_grad()
@@ -103,7 +120,8 @@ def shared_inputs(model: PreTrainedModel) -> dict[str, list[tuple[str, ...]]]:
             calls[path] += 1
             children[path.rpartition(".")[0], id(x)].append(path)
 
-    run_rows(model, slice(ROW_MULTIPLE), before=note)
+    with RandomLayers():
+        run_rows(model, slice(ROW_MULTIPLE), before=note)
     groups: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)
     for (parent, x), paths in children.items():
         once = tuple(path.rpartition(".")[2] for path in paths if calls[path] == 1)

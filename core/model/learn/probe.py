@@ -1,9 +1,9 @@
 """Learn a model's attention from its own calls.
 
-One forward pass over a few tokens, with an attention implementation that computes nothing and writes down what it is
-called with. Masks are built in that pass and carry the function they were made from; asked about positions far beyond
-the few tokens of the pass, that function tells the window. So what is served is what the model's own mask says,
-whatever its config or the other arguments of the call claim.
+One forward pass over a few tokens, with an attention implementation that only writes down what it is called with, and
+random numbers in the place of linear layers. Masks are built in that pass and carry the function they were made from;
+asked about positions far beyond the few tokens of the pass, that function tells the window. So what is served is what
+the model's own mask says, whatever its config or the other arguments of the call claim.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ..run.indexed import indexers_of
 from ..run.latents import Expansion
 from ..run.positions import positions_given, receivers
 from ..run.recurrent import one_sequence, state_inputs, stateful_parts
+from .fuse_observe import RandomLayers
 
 PROBE = "mainspring_dry_run"
 TOKENS = 8
@@ -60,6 +61,7 @@ def record_attention(model: PreTrainedModel, max_model_len: int | None) -> list[
         for module in model.modules():
             if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module not in known:
                 stack.callback(module.register_forward_pre_hook(_refuse_convolution).remove)
+        stack.enter_context(RandomLayers())
         dry_run(model, PROBE, recorder.attend, recorder.build_mask)
     return recorder.calls
 

@@ -29,8 +29,10 @@ from transformers.pytorch_utils import Conv1D
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import ROW_MULTIPLE, Backend
+from ....kernels.decoder_contract import AttentionMixer
 from ..media.features import feature_methods
 from ..run.fused import FusedMLP, FusedRMSNorm
+from ..run.stack import StackedDecoder
 from .fuse_observe import TEXT_ROWS, is_plain_linear, run_rows
 
 logger = logging.getLogger(__name__)
@@ -289,11 +291,24 @@ def is_row_invariant(model: PreTrainedModel) -> bool:
     return torch.equal(run_rows(model, slice(TEXT_ROWS))[some], run_rows(model, some))
 
 
-def isolate_rows(model: PreTrainedModel, backend: Backend) -> list[str]:
-    """Do what makes rows independent of each other; → lines for ``--explain-model``."""
+def has_kernels_only(model: PreTrainedModel, stack: StackedDecoder | None) -> bool:
+    """Whether a backend's kernels compute everything between the embeddings and the output layer of a model on a CPU.
+    It promises their rows, so there is nothing to look for."""
+    return (
+        model.device.type == "cpu"
+        and stack is not None
+        and stack.decoder is model.base_model
+        and stack.has_gated_mlps
+        and all(isinstance(layer.mixer, AttentionMixer) for layer in stack.layers)
+    )
+
+
+def isolate_rows(model: PreTrainedModel, backend: Backend, stack: StackedDecoder | None = None) -> list[str]:
+    """Do what makes rows independent of each other; → lines for ``--explain-model``. stack: has taken the place of the
+    layers' code."""
     if model.device.type != "cuda":
         route_products(_of_tokens(model), backend.linear)  # torch's product may be many times slower
-        return make_row_invariant(model, backend.linear)
+        return [] if has_kernels_only(model, stack) else make_row_invariant(model, backend.linear)
     if backend.deterministic:
         route_products(model.modules(), backend.linear)
     return []

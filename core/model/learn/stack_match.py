@@ -39,6 +39,7 @@ from .fuse_match import (
 )
 from .fuse_observe import SEED, TEXT_ROWS, own_values, run_rows, stand_in
 from .mixer_match import MixerParts, mixer_candidates
+from .row_invariant import has_kernels_only
 
 # What a layer calls, in order (N a norm, A its mixer, M the MLP) → the roles of its norms
 FORMS = {
@@ -117,11 +118,11 @@ class _Pass(TorchFunctionMode):
         return [call for call in below if isinstance(call.module, ProjectionPart) or [*call.module.parameters()]]
 
 
-def recognise_stack(model: PreTrainedModel, backend: Backend) -> StackOptions:
-    """What the layers of `model`, which is fused already, are. Raises `NotRecognisedError`, saying why, where they are
-    not what the stack can run."""
+def recognise_stack(model: PreTrainedModel, backend: Backend, thorough: bool = True) -> StackOptions:
+    """What the layers of `model`, which is fused already, are. thorough: see `fuse_model`. Raises `NotRecognisedError`,
+    saying why, where they are not what the stack can run."""
     try:
-        return _Matching(model, backend).match()
+        return _Matching(model, backend).match(thorough)
     except (NotRecognisedError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # from any model's code
@@ -140,7 +141,7 @@ class _Matching:
         self.decoder = cast("PreTrainedModel", model.get_submodule(self.path))
         self.rotaries: list[RotaryOptions] = []
 
-    def match(self) -> StackOptions:
+    def match(self, thorough: bool) -> StackOptions:
         norms = [call for call in self.seen.children(self.path) if isinstance(call.module, FusedRMSNorm)]
         if len(norms) != 1:
             raise NotRecognisedError(f"{type(self.decoder).__name__} has {len(norms)} norms besides its layers, not 1")
@@ -164,7 +165,8 @@ class _Matching:
             rotaries=self.rotaries,
             names=names,
         )
-        self._compare_logits(stack)
+        if thorough or not has_kernels_only(self.model, StackedDecoder(self.model, stack, self.backend)):
+            self._compare_logits(stack)
         return stack
 
     def _layer_list(self) -> list[_Call]:

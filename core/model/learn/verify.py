@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import Backend
@@ -94,11 +95,39 @@ def _difference(
         generated = paged_logits(model, sequences, steps, backend, dtype, halves)
         found.append((generated, [_own_steps(model, *pair) for pair in zip(sequences, halves, strict=True)]))
     worst = [miss.amax() if dtype == torch.float32 else miss.median() for miss in misses]
-    for ours, own in found:
-        rows = [deviations(*pair) for pair in zip(ours, own, strict=True)]
-        chunks = [rows[chunk.sequence][chunk.start : chunk.end] for step in steps for chunk in step]
-        worst += [chunk.amax() if dtype == torch.float32 else chunk.median() for chunk in chunks]
+    worst += [_error(ours, own, dtype) for ours, own in found]
     return float(torch.stack(worst).amax()), torch.cat(paged)
+
+
+def _error(ours: Sequence[torch.Tensor], own: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The largest difference of the logits of sequences, as `_difference`."""
+    rows = [deviations(*pair) for pair in zip(ours, own, strict=True)]
+    chunks = [rows[chunk.sequence][chunk.start : chunk.end] for step in schedule([*map(len, own)]) for chunk in step]
+    return torch.stack([chunk.amax() if dtype == torch.float32 else chunk.median() for chunk in chunks]).amax()
+
+
+@torch.inference_mode()
+def own_logits(model: PagedModel) -> list[torch.Tensor]:
+    """What a model whose layers were shown to compute rows apart makes of each sequence, ``[length, vocab]``, with the
+    library's own attention. They go through it together, the shorter one followed by tokens that it can't see."""
+    sequences = random_sequences(model)
+    ids = pad_sequence(sequences, batch_first=True)
+    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+    inputs: dict[str, Any] = {"position_ids": positions} if takes_positions(model.model) else {}
+    with attention_set(model.model, library_attention(model.model)):
+        logits: torch.Tensor = model.model(input_ids=ids, use_cache=False, **inputs)[0]
+    return [one[: len(sequence)] for one, sequence in zip(logits, sequences, strict=True)]
+
+
+def verify_final(model: PagedModel, logits: torch.Tensor) -> str | None:
+    """Compare what `final_logits` gave with the model's own logits; → a line for ``--explain-model``. None: they differ
+    by too much, so the model is to be loaded anew and compared at each step."""
+    assert model.own is not None
+    error = float(_error(logits.split([*map(len, model.own)]), model.own, model.dtype))
+    if not (bool(logits.isfinite().all()) and error <= LOGITS_TOLERANCE[model.dtype]):
+        return None
+    kind = str(model.dtype).removeprefix("torch.")
+    return f"verified: logits of the final form within {error:.1e} standard deviations of the model's own, in {kind}"
 
 
 def sample_of(logits: torch.Tensor) -> torch.Tensor:

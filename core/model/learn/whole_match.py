@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ....ipc.errors import UnsupportedModelError
-from ....kernels.contract import Backend
+from ....kernels.contract import ROW_MULTIPLE, Backend
 from ....kernels.decoder_contract import AttentionMixer, Decoder, Embedding, GatedMLP, Linear
 from ...parallel.stage_model import StagePart
 from ..load.quantized import JoinedWeights
@@ -26,7 +26,7 @@ from ..run.recurrent import one_sequence, state_inputs
 from ..run.stack import StackedDecoder
 from ..run.whole_model import Head, WholeModel
 from .fuse_match import LOGITS_TOLERANCE, NotRecognisedError, deviations
-from .fuse_observe import TEXT_ROWS, stand_in
+from .fuse_observe import stand_in
 from .row_invariant import RoutedProducts
 from .verify import final_logits
 
@@ -114,14 +114,18 @@ def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None, b
     output: Any = model.model.get_output_embeddings()
     if not isinstance(output, nn.Linear):
         raise NotRecognisedError("its output layer is no linear one")
-    rows = torch.arange(TEXT_ROWS, device=model.device)
+    rows = torch.arange(ROW_MULTIPLE, device=model.device)
     ids, positions = rows % output.weight.shape[0], rows[None]
-    with torch.inference_mode(), stand_in(model.model), positions_given(receivers(model.model), positions) as given:
-        states = state_inputs(model.model, one_sequence(model.model, TEXT_ROWS), TEXT_ROWS)
-        hidden = stack.forward(ids[None], position_ids=positions, **states).last_hidden_state[0]
-        logits = model.model(ids[None], **given, **states).logits[0].float()
-        head = _head(model, Linear(output.weight, output.bias), hidden, logits)
-        weights, embeddings = output.weight[ids], stack.embedding(ids)
+    seen: list[Any] = []
+    hook = stack.decoder.register_forward_hook(lambda module, args, out: seen.append(out))
+    try:
+        with torch.inference_mode(), stand_in(model.model), positions_given(receivers(model.model), positions) as given:
+            states = state_inputs(model.model, one_sequence(model.model, len(rows)), len(rows))
+            logits = model.model(ids[None], **given, **states).logits[0].float()
+            head = _head(model, Linear(output.weight, output.bias), seen[0].last_hidden_state[0], logits)
+            weights, embeddings = output.weight[ids], stack.embedding(ids)
+    finally:
+        hook.remove()
     if stack.embedding.weight is not output.weight:
         plain = isinstance(stack.embedding, nn.Embedding) and torch.equal(embeddings, stack.embedding.weight[ids])
         return stack, head, None, plain

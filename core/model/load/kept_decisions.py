@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -26,7 +27,6 @@ from transformers import PreTrainedModel
 from ....kernels.contract import Backend
 from ....kernels.native.build import cache_folder, cpu_features
 from ..learn.fuse import Decision
-from .light_imports import keep
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,9 @@ class KeptDecisions:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._path: Path | None = None
+        # whether a load that verifies a model compares it at each step; else where no module is left as it was, in its
+        # final form only
+        self.thorough = True
         self.settings = ""  # what else the logits depend on; empty: they are not compared
         self.verified: Verified | None = None  # of an earlier start; found by `find`
 
@@ -82,7 +85,10 @@ class KeptDecisions:
         if self._path is None:
             return
         try:
-            keep(self._path, _Kept(dict(decisions), verified))
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            new = self._path.with_suffix(f".{os.getpid()}")
+            new.write_bytes(msgspec.json.encode(_Kept(dict(decisions), verified)))
+            new.replace(self._path)
         except OSError as error:
             logger.info("decisions of fusing can't be kept in %s: %s", self._path.parent, error)
 

@@ -3,32 +3,24 @@ and memory and are not used here.
 
 ``torch._dynamo`` is imported when more of it is used than the marks that transformers puts on functions.
 ``torch.distributed`` is hidden while transformers is imported. Losses get functions of scipy that import it when they
-are called, and torchvision one of ``torch._dynamo``. The names in all model files, which transformers reads at each
-start, are kept in a file; the code of ``transformers.models``, which reads them once more, runs when it is first asked
-for a name.
+are called, and torchvision one of ``torch._dynamo``. The names in all model files, which transformers would read, are
+looked for when transformers is first asked for a name that it has not elsewhere; so is the code of
+``transformers.models``, which reads them once more.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
-import os
 import sys
-from collections.abc import Callable
 from functools import partial
-from glob import glob
-from hashlib import blake2b
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import msgspec
 import torch
-
-from ....kernels.native.build import cache_folder
 
 _NAMES = "transformers.utils.import_utils"
 _MARKS = "torch._dynamo._trace_wrapped_higher_order_op"  # transformers imports it
@@ -74,52 +66,55 @@ class _Called(ModuleType):
         return lambda *args, **kwargs: getattr(importlib.import_module(self.__name__), name)(*args, **kwargs)
 
 
-class _KeepingNames(MetaPathFinder):
-    """Lets `define_import_structure` of transformers find again what it once found in the model files."""
+class _NamesLater(MetaPathFinder):
+    """While transformers is imported: lets it read its model files for the names in them when it is first asked for a
+    name that it has not elsewhere, and not at each run of its code."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname != _NAMES or (spec := PathFinder.find_spec(fullname, path)) is None or spec.loader is None:
             return None
         run = spec.loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
+        def exec_module(module: Any) -> None:
             run(module)
-            if define := getattr(module, "define_import_structure", None):
-                module.define_import_structure = partial(_names, define)  # type: ignore[attr-defined]
+            define, module._LazyModule = module.define_import_structure, _incomplete(module)
+            module.define_import_structure = partial(_names, define)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _names(define: Callable[..., Any], module_path: Any, prefix: str | None = None) -> Any:
-    """What `define` gives: by what must be installed for them, the names in each module."""
-    files = sorted(glob(os.path.join(module_path, "*", "*.py")))
-    if prefix != "models" or not files:  # one model's
-        return define(module_path, prefix)
-    file = None
-    try:
-        hashed = blake2b(digest_size=16)
-        for found in (os.path.join(module_path, "..", "utils", "import_utils.py"), *files):
-            stat = os.stat(found)
-            hashed.update(f"{found} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-        file = cache_folder().with_name("names") / f"{hashed.hexdigest()}.json"
-        kept = msgspec.json.decode(file.read_bytes(), type=list[tuple[frozenset[str], dict[str, set[str]]]])
-        return dict(kept)
-    except (OSError, RuntimeError, msgspec.DecodeError):  # RuntimeError: nobody has a home
-        names = define(module_path, prefix)
-    if file is not None:
-        with contextlib.suppress(OSError, TypeError):  # another version has another form
-            keep(file, list(names.items()))
-    return names
+def _names(define: Any, module_path: Any, prefix: str | None = None) -> Any:
+    """By what must be installed for them, the names in each module."""
+    return {frozenset(): {"models": set()}} if prefix == "models" else define(module_path, prefix)
 
 
-def keep(file: Path, what: Any) -> None:
-    """Write it as JSON, for starts to come. Raises OSError, and TypeError for what is none."""
-    data = msgspec.json.encode(what)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_suffix(f".{os.getpid()}")
-    new.write_bytes(data)
-    new.replace(file)
+def _incomplete(module: Any) -> Any:
+    """A class in the place of ``_LazyModule``, with which transformers completes its names itself."""
+    define, lazy = module.define_import_structure, module._LazyModule
+
+    class Incomplete(lazy):  # type: ignore[misc, valid-type]
+        def __init__(self, name: str, *args: Any, **options: Any) -> None:
+            super().__init__(name, *args, **options)
+            self._is_complete = name != "transformers"
+            if not self._is_complete:
+                del self.__all__
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                # what is nowhere in the model files: special names, and modules, which are imported then
+                special = name.startswith("__") and name != "__all__"
+                if special or self._is_complete or PathFinder.find_spec(name, self.__path__):
+                    raise
+            names = define(Path(self.__file__).parent / "models", prefix="models")
+            names[frozenset()].update(self._import_structure)
+            lazy.__init__(self, self._name, self.__file__, names, self.__spec__, self._objects)
+            self._is_complete = True
+            return getattr(self, name)
+
+    return Incomplete
 
 
 def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
@@ -134,7 +129,7 @@ def _import() -> None:
     importlib.import_module(_MARKS)
     del dynamo.__path__  # From here on, to import another module of the package runs the package first.
     if "transformers.models" not in sys.modules:
-        names = _KeepingNames()
+        names = _NamesLater()
         sys.meta_path.insert(0, names)
         try:
             _Later.take("transformers.models")  # imports the package

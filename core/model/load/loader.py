@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,8 +48,8 @@ from ..learn.index_probe import learn_indexers
 from ..learn.latent_probe import learn_latents
 from ..learn.own_probe import learn_attention
 from ..learn.recurrent_probe import learn_states
-from ..learn.row_invariant import RoutedProducts, check_rows, isolate_rows, turn_weights
-from ..learn.verify import verify
+from ..learn.row_invariant import RoutedProducts, check_rows, has_kernels_only, isolate_rows, turn_weights
+from ..learn.verify import own_logits, verify
 from ..media.encoder_decoder import decoder_of
 from ..media.merge import Merger, merger_of
 from ..run.paged_model import PagedModel
@@ -116,6 +117,8 @@ def load_model(
         cuts_of = shards.cuts_of if shards else None
         place = _place(backend, stages)
         model = build_model(config, model_config, load_config, first, auto, cuts_of, part, place)
+    if form is not None and isinstance(decisions, KeptDecisions):
+        decisions.thorough = True  # the final form has other weights
     if part is not None:
         part.finish(model)
     model.requires_grad_(False)
@@ -196,11 +199,12 @@ def page(
             decisions = {}
         elif isinstance(decisions, KeptDecisions):
             kept, decisions = decisions, decisions.find(model, backend)
-        fused = _fused(model, backend, decisions, "" if merges is None else merges.layered)
+        thorough = kept is None or kept.thorough or not kept.can_keep
+        fused = _fused(model, backend, decisions, "" if merges is None else merges.layered, thorough)
         notes += [*no_media, *fused.lines()]
         if streamed is None and model.device.type == "cpu":
             turn_weights(model.modules())
-        notes += isolate_rows(model, backend)
+        notes += isolate_rows(model, backend, fused.stack)
         paged = PagedModel(model, calls, fused, notes, merges)
         if streamed is not None:
             paged.streamed, paged.parameters.packed = streamed, streamed.weights
@@ -208,8 +212,11 @@ def page(
         if kept is not None and kept.verified is not None:  # the caller compares logits
             notes += kept.verified.notes
             return paged
+        if not thorough and has_kernels_only(model, fused.stack):  # the caller compares these
+            paged.own = own_logits(paged)
+            return paged
         verdict = [verify(paged, backend)]
-        if backend.deterministic:
+        if backend.deterministic and not has_kernels_only(model, fused.stack):
             verdict += check_rows(model, refuse=model.device.type == "cuda")
         notes += verdict
         paged.verdict = verdict
@@ -218,10 +225,16 @@ def page(
     return paged
 
 
-def _fused(model: PreTrainedModel, backend: Backend, decisions: Mapping[str, Decision] | None, layered: str) -> Fusion:
+def _fused(
+    model: PreTrainedModel,
+    backend: Backend,
+    decisions: Mapping[str, Decision] | None,
+    layered: str,
+    thorough: bool,
+) -> Fusion:
     """`fuse_model`. Of several ranks the first one decides, because measurements differ from rank to rank."""
     if not isinstance(backend, ParallelBackend):
-        return fuse_model(model, backend, decisions=decisions, layered=layered)
+        return fuse_model(model, backend, decisions=decisions, layered=layered, thorough=thorough)
     group, fused = backend.group, None
     if group.leads:
         fused = fuse_model(model, backend, decisions=decisions)
@@ -320,6 +333,16 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForMultimodalLM if named else AutoModelForCausalLM
 
 
+def heads_of(config: PreTrainedConfig) -> list[Any]:
+    """The classes of transformers that a checkpoint's config names. Most are in the package of its model; to look
+    for a name in all packages takes a tenth of a start."""
+    package = type(config).__module__.rpartition(".")[0]
+    own = importlib.import_module(package) if package.startswith("transformers.models.") else None
+    names = config.architectures or ()
+    heads = (getattr(own, name, None) or getattr(transformers, name, None) for name in names)
+    return [head for head in heads if head is not None]
+
+
 def _model_class(
     config: PreTrainedConfig, model_config: ModelConfig, auto: Any = AutoModelForCausalLM
 ) -> type[PreTrainedModel] | None:
@@ -327,8 +350,7 @@ def _model_class(
     if model_config.trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return None
     known = auto._model_mapping
-    heads = [getattr(transformers, name, None) for name in config.architectures or ()]
-    other = next((h.__name__ for h in heads if h is not None and not issubclass(h, GenerationMixin)), None)
+    other = next((head.__name__ for head in heads_of(config) if not issubclass(head, GenerationMixin)), None)
     if type(config) not in known or other is not None:
         kind = other or config.model_type
         raise UnsupportedModelError(f"{model_config.model!r} is a {kind}, which is not a causal language model")

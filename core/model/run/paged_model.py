@@ -64,6 +64,7 @@ class PagedModel:
         self.quantized: Mapping[str, QuantizedWeight] | None = None  # weights that the checkpoint has as integers
         self.verdict: list[str] = []  # of `verify`, also as lines for --explain-model; empty: it was not called
         self.verified: tuple[Backend, torch.Tensor] | None = None  # the backend of `verify`, and the logits it gave
+        self.own: list[torch.Tensor] | None = None  # the model's own logits, if they are yet to be compared
         self.rounding = 0.0  # the error that `verify` found in the model's dtype, in standard deviations
         self.stack = fused.stack  # if it took the place of the layers' code
         self.streamed: StreamedLayers | None = None  # the layers whose weights are in host memory

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-import transformers
 from safetensors.torch import load_file
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
@@ -42,7 +41,7 @@ from ..learn.row_invariant import check_rows, make_row_invariant
 from ..load.classifier_of_tokens import classifier_of_tokens
 from ..load.frozen_rope import freeze_rope
 from ..load.kept_decisions import KeptDecisions
-from ..load.loader import Prepare, build_model, page, read_config, shards_of
+from ..load.loader import Prepare, build_model, heads_of, page, read_config, shards_of
 from ..load.refuse import refuse_config, refuse_encoder_class, trial_run
 from ..load.sliced_reading import reading
 from ..media.dual_encoder import DualEncoder, is_dual_encoder
@@ -104,8 +103,7 @@ def wants_pooling(model: ModelConfig, load: LoadConfig) -> bool:
         return runner == "pooling"
     if (_folder(model, load) / "modules.json").is_file():
         return True
-    heads = [getattr(transformers, name, None) for name in read_config(model, load).architectures or ()]
-    return any(head is not None and not issubclass(head, GenerationMixin) for head in heads)
+    return any(not issubclass(head, GenerationMixin) for head in heads_of(read_config(model, load)))
 
 
 class PoolingModel:

@@ -229,6 +229,11 @@ class StackedDecoder:
         self._attention: Any = None if options.attention is None else layers.get_submodule(options.attention)
         self._is_recurrent = any(isinstance(layer.mixer, RecurrentMixer) for layer in self.layers)
 
+    @property
+    def has_gated_mlps(self) -> bool:
+        """Whether no layer has an MLP of another kind, which the model's own code computes."""
+        return all(layer.mlp is None or isinstance(layer.mlp, GatedMLP) for layer in self.layers)
+
     def install(self) -> None:
         """From now on the decoder's forward is this one."""
         self.decoder.forward = self.forward
