@@ -72,7 +72,7 @@ test-random: $(DEV) ## the random tests with ten times as many examples as in te
 
 test-gpu-libraries: $(GPU_LIBRARIES) ## tests of what FlashInfer and Triton are to us; they need both, but no GPU
 	PYTHONPATH="$(GPU_LIBRARIES)" $(BIN)/pytest tests/test_flashinfer_contract.py tests/test_prebuilt.py $(PYTEST_ARGS)
-	PYTHONPATH="$(GPU_LIBRARIES)" $(BIN)/pytest tests/test_triton_kernels.py tests/test_triton_scans.py tests/test_triton_compile.py $(PYTEST_ARGS)
+	PYTHONPATH="$(GPU_LIBRARIES)" $(BIN)/pytest tests/test_triton_kernels.py tests/test_triton_experts.py tests/test_triton_scans.py tests/test_triton_compile.py $(PYTEST_ARGS)
 
 test-ray: $(RAY_LIBRARIES) ## tests of engines, cores and ranks in a Ray of several nodes on this machine (about 3 minutes; Ray takes 240 MB)
 	PYTHONPATH="$(RAY_LIBRARIES)" $(BIN)/pytest tests/test_ray.py $(PYTEST_ARGS)

@@ -81,23 +81,29 @@ def measure_machine() -> Machine:
 def least_seconds(workload_name: str, machine: Machine) -> float:
     """The lower bound for a bf16 engine: every multiply-add at the matrix rate, or every weight read once for each
     token of the longest output; of a single request without its first token. Attention itself is left out, so the true
-    limit is a little higher."""
+    limit is a little higher. Of a mixture, each token's experts are multiplied, and as many are read as a step's tokens
+    are expected to choose if all are equally likely."""
     workload = WORKLOADS[workload_name]
     c: dict[str, Any] = json.loads((MODELS / workload.model / "config.json").read_text())
-    head, layers = c["hidden_size"] * c["vocab_size"], 0
+    head, layers, experts = c["hidden_size"] * c["vocab_size"], 0.0, 0
+    chosen = c.get("num_experts_per_tok", 1) / c.get("num_experts", 1)
     for file in (MODELS / workload.model).glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
             shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118  # no mapping
-        layers += sum(prod(shape) for name, shape in shapes.items() if ".layers." in name and len(shape) == 2)
+        sizes = {name: prod(shape) for name, shape in shapes.items() if ".layers." in name and len(shape) == 2}
+        experts += sum(size for name, size in sizes.items() if ".experts." in name)
+        layers += sum(sizes.values())
     asked = asks(workload, c["vocab_size"])
+    read = layers - experts * (1 - chosen) ** len(asked)
+    layers -= experts * (1 - chosen)
     steps = max(ask.output_tokens for ask in asked)
     if len(asked) == 1:
-        return (steps - 1) * 2 * (layers + head) / machine.bytes_s
+        return (steps - 1) * 2 * (read + head) / machine.bytes_s
     tokens = sum(len(ask.prompt) + ask.output_tokens - 1 for ask in asked)
     tokens -= (workload.requests - (not workload.known_prefix)) * workload.shared_prefix
     sampled = sum(ask.output_tokens for ask in asked)
     return float(
-        max(2 * (layers * tokens + head * sampled) / machine.flops, steps * 2 * (layers + head) / machine.bytes_s)
+        max(2 * (layers * tokens + head * sampled) / machine.flops, steps * 2 * (read + head) / machine.bytes_s)
     )
 
 

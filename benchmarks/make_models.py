@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from report import CACHE, MODELS
@@ -48,6 +49,20 @@ SHAPES: dict[str, PreTrainedConfig] = {
         head_dim=128,
         max_position_embeddings=40_960,
         tie_word_embeddings=True,
+    ),
+    # a row goes through 4 of 32 experts
+    "qwen3-moe-0.7b": Qwen3MoeConfig(
+        vocab_size=32_000,
+        hidden_size=1_024,
+        moe_intermediate_size=512,
+        num_experts=32,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=40_960,
     ),
     # three of four layers keep a state
     "qwen3.5-110m": Qwen3_5TextConfig(
@@ -123,7 +138,7 @@ def save_openvino(folder: Path) -> None:
         half.rename(target)
 
 
-GGUF_ARCHITECTURES = {"qwen3_5_text": "qwen35"}  # where it is not the model type
+GGUF_ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"}  # where it is not the model type
 # checkpoint module → GGUF tensor; {} is the layer
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -140,6 +155,8 @@ GGUF_NAMES = {
     "model.layers.{}.mlp.gate_proj": "blk.{}.ffn_gate",
     "model.layers.{}.mlp.up_proj": "blk.{}.ffn_up",
     "model.layers.{}.mlp.down_proj": "blk.{}.ffn_down",
+    "model.layers.{}.mlp.gate": "blk.{}.ffn_gate_inp",
+    "model.layers.{}.mlp.experts.down_proj": "blk.{}.ffn_down_exps.weight",
     "model.layers.{}.linear_attn.in_proj_qkv": "blk.{}.attn_qkv",
     "model.layers.{}.linear_attn.in_proj_z": "blk.{}.attn_gate",
     "model.layers.{}.linear_attn.in_proj_a": "blk.{}.ssm_alpha",
@@ -184,11 +201,27 @@ def save_gguf(folder: Path) -> None:
         if config.linear_num_key_heads != config.linear_num_value_heads:
             raise ValueError("llama.cpp has the heads of values in another order")
         add_states(writer, arch, config)
+    if arch == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+    def add_tensor(name: str, tensor: torch.Tensor) -> None:
+        if tensor.ndim == 1 or tensor.dtype == torch.float32:
+            writer.add_tensor(name, tensor.float().numpy())
+        else:
+            raw = tensor.contiguous().view(torch.uint8).numpy()
+            writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         parts = name.removesuffix(".weight").split(".")
         layer = next((part for part in parts if part.isdigit()), "")
+        if parts[-1] == "gate_up_proj":
+            for part, half_of_it in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", half_of_it)
+            continue
         target_name = GGUF_NAMES[".".join("{}" if part == layer else part for part in parts)].format(layer)
         if name.endswith(".weight"):
             target_name += ".weight"
@@ -203,11 +236,9 @@ def save_gguf(folder: Path) -> None:
         if config.model_type == "llama" and parts[-1] in ("q_proj", "k_proj"):
             # llama.cpp rotates neighbouring pairs, transformers the two halves of a head
             tensor = tensor.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        if tensor.ndim == 1 or tensor.dtype == torch.float32:
-            writer.add_tensor(target_name, tensor.float().numpy())
-        else:
-            raw = tensor.contiguous().view(torch.uint8).numpy()
-            writer.add_tensor(target_name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+        if parts[-2:] == ["mlp", "gate"]:
+            tensor = tensor.float()
+        add_tensor(target_name, tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
