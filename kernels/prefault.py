@@ -35,11 +35,15 @@ def reserve(num_bytes: int) -> mmap.mmap:
 def begin(num_bytes: int) -> None:
     """Begin to write zeros to the first bytes of a chunk."""
     pages = reserve(CHUNK_BYTES)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-    count = min(num_bytes, CHUNK_BYTES) + -address % HUGE_PAGE
-    thread = Thread(target=ctypes.memset, args=(address, 0, count), name="mainspring-prefault", daemon=True)
+    thread = Thread(target=_write, args=(pages, num_bytes), name="mainspring-prefault", daemon=True)
     thread.start()
     _begun[:] = [_Begun(pages, thread)]
+
+
+def _write(pages: mmap.mmap, num_bytes: int) -> None:
+    """Holds `pages` meanwhile, whoever else gives them up or ends."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    ctypes.memset(address, 0, min(num_bytes, CHUNK_BYTES) + -address % HUGE_PAGE)
 
 
 def take(num_bytes: int) -> mmap.mmap:

@@ -53,6 +53,7 @@ from mainspring.ipc.errors import (
 )
 from mainspring.ipc.messages import AddRequest, Finished, Logprobs, ModelFacts, Outputs, Started
 from stand_in_core import StandInOwner, stand_in
+from wire import eventually
 
 EOS = 2
 PATIENCE = 60.0  # seconds; a guard against hanging
@@ -1064,6 +1065,7 @@ def test_a_core_that_dies_and_comes_back_is_not_noticed(daemon: StandInOwner, ru
 
 def test_connecting_needs_no_loop_and_sends_the_client_name(daemon: StandInOwner, run: Run) -> None:
     engine = connected(daemon, name="a service", weight=2.5)
+    assert eventually(lambda: daemon.core.sessions)  # the core is told after the frontend
     assert daemon.core.sessions[-1][1] == "a service"
     assert daemon.core.connected[-1][1] == 2.5
 

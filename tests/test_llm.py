@@ -32,6 +32,7 @@ from mainspring.ipc.errors import (
 )
 from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs
 from stand_in_core import StandInOwner
+from wire import eventually
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
@@ -221,6 +222,7 @@ def test_an_llm_on_a_daemon_generates(daemon: StandInOwner) -> None:
         with LLM(model, connect=daemon.address, skip_tokenizer_init=True, name="mine") as llm:
             outputs = llm.generate([[3], [9]], SamplingParams(max_tokens=3), use_tqdm=False)
             assert [output.outputs[0].token_ids for output in outputs] == [[3, 4, 5], [9, 10, 11]]
+            assert eventually(lambda: daemon.core.sessions)  # the core is told after the frontend
             assert daemon.core.sessions[-1][1] == "mine"
 
 

@@ -43,6 +43,7 @@ from mainspring.ipc.errors import (
 from mainspring.ipc.messages import AddRequest, Finished, ModelFacts, Outputs
 from mainspring.ipc.tokenizer_files import digest_of, read_files
 from stand_in_core import StandInOwner, stand_in
+from wire import eventually
 
 EOS = 2
 
@@ -459,6 +460,7 @@ def daemon(tmp_path: Path) -> Iterator[StandInOwner]:
 
 def test_a_connected_engine_adds_steps_and_collects(daemon: StandInOwner) -> None:
     with LLMEngine.connect(daemon.address, skip_tokenizer_init=True, name="mine", weight=3.0) as engine:
+        assert eventually(lambda: daemon.core.sessions)  # the core is told after the frontend
         assert (daemon.core.sessions[-1][1], daemon.core.connected[-1][1]) == ("mine", 3.0)
         assert engine.vllm_config == daemon.core.config
         engine.add_request("a", [7], SamplingParams(max_tokens=5))
