@@ -302,6 +302,18 @@ def test_any_rows_have_logits_in_any_order(native: NativeBackend, name: str, thr
         assert torch.equal(model.forward(*inputs, rows), want[rows]), wanted
 
 
+@pytest.mark.parametrize("name", ["llama", "many_experts"])
+def test_a_row_of_no_numbers_changes_no_other_sequence(native: NativeBackend, name: str) -> None:
+    model = made(native, name)
+    ids, *inputs = first_call(model, native)
+    embeddings = model.embed(ids).clone()
+    want = model.forward(ids, *inputs, embeddings.clone())
+    embeddings[-1] = torch.nan
+    got = model.forward(ids, *inputs, embeddings)
+    assert got[-1].isnan().all()
+    assert torch.equal(got[: LENGTHS[0]], want[: LENGTHS[0]])
+
+
 @pytest.mark.parametrize("name", ["llama", "tied", "scaled", "gemma2", "scaled_rows"])
 def test_embeddings_take_the_place_of_ids(native: NativeBackend, name: str) -> None:
     before = page(build_one(name), backend=native)

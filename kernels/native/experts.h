@@ -65,10 +65,13 @@ void route_row(const T* logits, const MixtureOf& m, int32_t* chosen, float* shar
         store(likely.data() + i, each), total = add(total, each);
     }
     float sum_of_chosen = 0;
+    std::vector<bool> taken(n);  // none twice, also where all are NaN
     for (int i = 0; i < k; ++i) {
-        const int best = int(std::max_element(x.begin(), x.begin() + n) - x.begin());
+        int best = -1;
+        for (int e = 0; e < n; ++e)
+            if (!taken[e] && (best < 0 || x[e] > x[best])) best = e;
         chosen[i] = best, shares[i] = likely[best] / sum(total), sum_of_chosen += shares[i];
-        x[best] = -INFINITY;
+        taken[best] = true;
     }
     for (int i = 0; i < k; ++i) {
         if (m.normalise) shares[i] /= sum_of_chosen;
