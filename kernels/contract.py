@@ -540,4 +540,4 @@ def each_expert(
         if end > start:
             mine = order[start:end]
             outputs[mine] = compute(expert, x[mine // chosen.shape[1]])
-    return (outputs.view(*chosen.shape, -1).float() * shares.float().unsqueeze(2)).sum(1).to(x.dtype)
+    return (outputs.view(*chosen.shape, x.shape[1]).float() * shares.float().unsqueeze(2)).sum(1).to(x.dtype)

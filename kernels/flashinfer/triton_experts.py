@@ -54,6 +54,7 @@ def _route(
     row, experts, places = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS), tl.arange(0, CHOSEN)
     x = tl.load(logits + row * row_stride + experts, mask=experts < num_experts, other=float("-inf")).to(tl.float32)
     likely = tl.exp(x - tl.max(x, axis=0))
+    x = tl.where(x == x, x, float("-inf"))  # or argmax might choose an expert that is not there
     total, found, values = tl.sum(likely, axis=0), tl.zeros((CHOSEN,), tl.int32), tl.zeros((CHOSEN,), tl.float32)
     for place in range(num_chosen):
         best = tl.argmax(x, axis=0)  # the first of equal ones
