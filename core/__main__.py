@@ -180,8 +180,14 @@ def _prefault(config: EngineConfig) -> None:
     """Begin with the memory in which the weights of a model on a CPU are packed."""
     model, device = config.model_config, config.device_config.device
     on_cpu = device == "cpu" or (device == "auto" and not os.path.exists("/dev/nvidiactl"))
-    as_they_are = model.quantization is None and not config.lora_config.enable_lora
-    if on_cpu and as_they_are and config.parallel_config.num_ranks == 1 and model.runner != "pooling":
+    layered = config.lora_config.enable_lora or model.enable_return_routed_experts  # nothing is packed
+    if (
+        on_cpu
+        and model.quantization is None
+        and not layered
+        and config.parallel_config.num_ranks == 1
+        and model.runner != "pooling"
+    ):
         files = Path(model.model or "").expanduser().glob("*.safetensors")
         if size := sum(file.stat().st_size for file in files):
             prefault.begin(size)

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mainspring.core.model.learn import fuse
 from mainspring.core.model.learn.fuse import Fusion, fuse_model
-from mainspring.core.model.learn.fuse_match import TOLERANCE, difference
+from mainspring.core.model.learn.fuse_match import TOLERANCE, NotRecognisedError, compare, difference
 from mainspring.core.model.learn.fuse_observe import stand_in
 from mainspring.core.model.learn.row_invariant import (
     ELEMENTWISE,
@@ -139,6 +139,11 @@ def test_what_is_expected_is_fused_and_logits_agree(name: str, dtype: torch.dtyp
         assert (after - before).abs().max() <= 1e-5 * before.std()
     else:  # a different order of rounding, in two layers
         assert (after - before).square().mean().sqrt() <= 0.05 * before.std()
+
+
+def test_what_gives_more_than_rows_is_not_recognised() -> None:
+    with pytest.raises(NotRecognisedError, match="returns a tuple"):
+        compare(lambda x: (x, None), lambda x: x, torch.ones(4))
 
 
 def test_a_module_that_differs_from_others_of_its_class_is_recognised_by_itself() -> None:

@@ -330,13 +330,13 @@ class Forward {
         const bool straight = adds_straight(layer.output_norm, layer.multiplier), shared = layer.gate_up.N;
         if (shared) product(layer.down, activated(layer), layer.down.K, added(), width_, nullptr), done(DOWN);
         std::vector<float> gates;
-        for (int64_t row = share_.begin; row < share_.end; ++row)
+        for (int64_t row = share_.begin; shared && row < share_.end; ++row)
             gates.push_back(m.shared_gate ? shared_gate(x + row * width_, m.shared_gate, width_) : 1);
         mixture_in_team(
             m, d_.of_.dtype, layer.activation, x, width_, rows_, memory, d_.workspace_.data, team_, rank_,
             [&](int64_t row, int64_t d, F32 sums) {
-                T *residual = hidden() + row * width_ + d, *more = added() + row * width_ + d;
-                const int64_t n = width_ - d;
+                const int64_t at = row * width_ + d, n = width_ - d;
+                T *residual = hidden() + at, *more = shared || !straight ? added() + at : nullptr;
                 if (shared) sums = fma(set(gates[row - share_.begin]), load_up_to(more, n), sums);
                 store_up_to(straight ? residual : more, straight ? add(sums, load_up_to(residual, n)) : sums, n);
             }

@@ -106,6 +106,8 @@ class NativeDecoder:
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         packed = self.weights[id(weight)]
+        if isinstance(packed, _Copy):  # the gate of a shared expert, in fp32
+            return (x.float() * packed.memory).sum(-1, keepdim=True).to(x.dtype)
         assert isinstance(packed, PanelWeight)
         kept = None if bias is None else self.weights.get(id(bias))
         return linear(self._library, x, packed, bias if kept is None else kept.unpack())

@@ -2,7 +2,7 @@
 
 Where `stack_match` recognises all layers of a model, the loop below over the backend's kernels replaces the model's own
 forward from the embeddings to the final norm. The model's code still computes embeddings, rotary frequencies (once a
-step), MLPs that are no gated ones (experts), and the output layer. Parameters are held, not copied, so a `ParameterMap`
+step), MLPs of unknown forms, and the output layer. Parameters are held, not copied, so a `ParameterMap`
 stays right.
 """
 
@@ -113,7 +113,7 @@ def _mixture(step: LayerInputs, mixture: Mixture, x: torch.Tensor) -> torch.Tens
         return out
     more = _gated_mlp(step, m.shared, x)
     if m.shared_gate is not None:
-        more = gate_rows(more, (x.float() * m.shared_gate.float()).sum(1, keepdim=True))
+        more = gate_rows(more, step.linear(x, m.shared_gate))
     return out + more
 
 
