@@ -27,6 +27,7 @@ from mainspring.ipc.client import CoreClient
 from mainspring.ipc.inproc_client import InprocClient
 from mainspring.ipc.messages import Sampling
 from mainspring.kernels.contract import AttentionSpec, Backend, DeviceBatch, LayerCache, PagedBatch, Scans
+from mainspring.kernels.decoder_contract import Experts
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from mainspring.kernels.reference.reference_scans import ReferenceScans
 
@@ -318,15 +319,15 @@ def _say_experts(setup: Setup, say: Say, backend: Backend, top: Ceilings) -> Non
         shares, numbers = torch.rand(rows, experts, device=setup.device).topk(chosen)
         return torch.randn(rows, hidden, device=setup.device).to(BF16), numbers, shares
 
-    layers = [(weight(experts, 2 * inner, hidden), weight(experts, hidden, inner)) for _ in range(3)]
+    layers = [Experts(weight(experts, 2 * inner, hidden), weight(experts, hidden, inner), "silu") for _ in range(3)]
     rows = given(setup.pick(300, 20))
-    want = ReferenceBackend().experts(*rows, *layers[0], "silu").float()
-    error = float((backend.experts(*rows, *layers[0], "silu").float() - want).norm() / want.norm())
+    want = ReferenceBackend().experts(*rows, layers[0]).float()
+    error = float((backend.experts(*rows, layers[0]).float() - want).norm() / want.norm())
     say("experts against the reference", f"{error:.1e}", error <= 0.01)
     shares = []
     for count in setup.pick((1, 64, 256, 4096), (1, 8)):
         steps = [(given(count), layer) for layer in layers * 2]
-        took = seconds(setup, lambda: [backend.experts(*x, *layer, "silu") for x, layer in steps]) / len(steps)  # noqa: B023
+        took = seconds(setup, lambda: [backend.experts(*x, layer) for x, layer in steps]) / len(steps)  # noqa: B023
         sizes = hidden * inner * 3
         touched = sum(len(x[1].unique()) for x, _ in steps) / len(steps)
         limit = max(touched * sizes * 2 / top.bandwidth, count * chosen * sizes * 2 / top.flops)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from .decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight, RecurrenceTensors
+    from .decoder_contract import Decoder, Experts, LayerTensors, Linear, Norm, QuantizedWeight, RecurrenceTensors
 
 ROW_MULTIPLE = 8
 """Rows of a forward pass are padded to a multiple of this: torch's matrix products on a CPU then give a row the same
@@ -417,27 +417,19 @@ class Backend(Protocol):
         row the same bits if the number of rows is a multiple of `ROW_MULTIPLE`."""
         return F.linear(x, weight, bias)
 
-    def route(self, logits: torch.Tensor, num_chosen: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The likeliest `num_chosen` of the experts by a router's logits ``[rows, experts]`` → their numbers, int64
-        ``[rows, num_chosen]``, the likeliest first, and their probabilities, fp32. normalise: by their sum."""
-        shares, chosen = logits.float().softmax(1).topk(num_chosen)
+    def route(self, logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest `top_k` of the experts by a router's logits ``[rows, experts]`` → their numbers, int64
+        ``[rows, top_k]``, the likeliest first, and their probabilities, fp32. normalise: by their sum."""
+        shares, chosen = logits.float().softmax(1).topk(top_k)
         return chosen, shares / shares.sum(1, keepdim=True) if normalise else shares
 
-    def experts(
-        self,
-        x: torch.Tensor,
-        chosen: torch.Tensor,
-        shares: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        activation: str,
-    ) -> torch.Tensor:
-        """The experts of a mixture, gated MLPs of which each row of x ``[rows, hidden]`` goes through a few.
+    def experts(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Experts) -> torch.Tensor:
+        """The experts of a mixture, of which each row of x ``[rows, hidden]`` goes through a few.
 
-        chosen: their numbers, int ``[rows, n]``. shares: what their outputs are multiplied by, ``[rows, n]``. gate_up:
-        ``[experts, 2 * inner, hidden]``, gate first. down: ``[experts, hidden, inner]``. activation: see `act_and_mul`.
+        chosen: their numbers, int ``[rows, n]``. shares: what their outputs are multiplied by, ``[rows, n]``.
         → ``[rows, hidden]``: the sum of each row's outputs, in fp32, rounded once.
         """
+        gate_up, down, activation = experts
 
         def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
             return self.linear(self.act_and_mul(self.linear(rows, gate_up[expert]), activation), down[expert])

@@ -93,18 +93,24 @@ class GatedMLP(NamedTuple):
     activation: str
 
 
+class Experts(NamedTuple):
+    """Gated MLPs of one shape. activation: see `Backend.act_and_mul`."""
+
+    gate_up: torch.Tensor  # [experts, 2 * inner, hidden], gate first
+    down: torch.Tensor  # [experts, hidden, inner]
+    activation: str
+
+
 class Mixture(NamedTuple):
     """Experts, of which each row goes through some: see `Backend.route` and `Backend.experts`. A shared expert is one
     more, through which all rows go; its output may have a gate."""
 
     router: Linear
-    num_chosen: int
+    top_k: int
     normalise: bool
     widened: bool  # shares are fp32; else they are rounded to the dtype of the rows
-    gate_up: torch.Tensor  # [experts, 2 * inner, hidden], gate first
-    down: torch.Tensor  # [experts, hidden, inner]
-    activation: str  # of the shared expert, too
-    shared: GatedMLP | None
+    experts: Experts
+    shared: GatedMLP | None  # with the same activation
     shared_gate: torch.Tensor | None  # [1, hidden]: the output is multiplied by the sigmoid of its product with a row
 
 
@@ -208,16 +214,8 @@ class Decoder(Protocol):
         """See `Backend.linear`. weight and bias are tensors that `Backend.decoder` was given. A step that `run` does
         not serve is computed layer by layer with it."""
 
-    def experts(
-        self,
-        x: torch.Tensor,
-        chosen: torch.Tensor,
-        shares: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        activation: str,
-    ) -> torch.Tensor:
-        """See `Backend.experts`. gate_up and down are tensors that `Backend.decoder` was given."""
+    def experts(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Experts) -> torch.Tensor:
+        """See `Backend.experts`. Their weights are tensors that `Backend.decoder` was given."""
 
     def run(
         self,

@@ -21,7 +21,7 @@ import pytest
 
 FLOATS = {"scale", "query_eps", "key_eps", "query_offset", "key_offset"}  # scalars of kernels; the others are integers
 SMALL = {"num_rows", "parts", "num_sequences", "halvings", "query_heads", "key_heads"}  # integers of any value
-SMALL |= {"num_pairs", "num_experts", "chunks", "most_tiles", "num_chosen"}
+SMALL |= {"num_pairs", "num_experts", "chunks", "most_tiles", "top_k"}
 SHARED_MEMORY = 232448  # bytes; shared memory limit of one program on sm_90
 
 

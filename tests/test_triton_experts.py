@@ -5,14 +5,20 @@ On a machine with CUDA the kernels are compiled, elsewhere they run in Triton's 
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
 import pytest
 import torch
 
+from mainspring.kernels.decoder_contract import Experts
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
-from triton_here import CUDA, DEVICE, HALF, in_interpreter, interpreted, multiplies_in_interpreter  # noqa: F401
+from triton_here import (  # noqa: F401  (fixtures)
+    CUDA,
+    DEVICE,
+    HALF,
+    in_interpreter,
+    interpreted,
+    multiplies_in_interpreter,
+    products_in_order,
+)
 
 with in_interpreter:
     from mainspring.kernels.flashinfer import triton_experts
@@ -20,18 +26,14 @@ with in_interpreter:
 pytestmark = multiplies_in_interpreter
 
 
-class Mixture(NamedTuple):
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-    def rows(self, rows: int, num_chosen: int, random: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Rows, distinct experts of each, and their shares."""
-        hidden, dtype = self.down.shape[1], self.down.dtype
-        x = torch.randn(rows, hidden, generator=random)
-        scores = torch.rand(rows, len(self.down), generator=random)
-        scores[:, 0] += 0.5  # one has many rows
-        shares, chosen = scores.topk(num_chosen)
-        return x.to(DEVICE, dtype), chosen.to(DEVICE), shares.to(DEVICE, dtype)
+def rows_of(experts: Experts, rows: int, top_k: int, random: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Rows, distinct experts of each, and their shares."""
+    hidden, dtype = experts.down.shape[1], experts.down.dtype
+    x = torch.randn(rows, hidden, generator=random)
+    scores = torch.rand(rows, len(experts.down), generator=random)
+    scores[:, 0] += 0.5  # one has many rows
+    shares, chosen = scores.topk(top_k)
+    return x.to(DEVICE, dtype), chosen.to(DEVICE), shares.to(DEVICE, dtype)
 
 
 @pytest.fixture
@@ -39,11 +41,13 @@ def random() -> torch.Generator:
     return torch.Generator().manual_seed(20261127)
 
 
-def mixture(num_experts: int, hidden: int, inner: int, dtype: torch.dtype, random: torch.Generator) -> Mixture:
+def experts_of(
+    num_experts: int, hidden: int, inner: int, dtype: torch.dtype, random: torch.Generator, activation: str = "silu"
+) -> Experts:
     def weight(*shape: int) -> torch.Tensor:
         return (torch.randn(shape, generator=random) * shape[-1] ** -0.5).to(DEVICE, dtype)
 
-    return Mixture(weight(num_experts, 2 * inner, hidden), weight(num_experts, hidden, inner))
+    return Experts(weight(num_experts, 2 * inner, hidden), weight(num_experts, hidden, inner), activation)
 
 
 SHAPES = [(1, 2, 4, 64, 64), (9, 3, 5, 72, 40), (70, 1, 2, 64, 128), (150, 2, 3, 16, 24)]  # the last: two chunks
@@ -53,10 +57,10 @@ if CUDA:
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=["16-bit", "fp32"])
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize(("rows", "num_chosen", "num_experts", "hidden", "inner"), SHAPES, ids=str)
+@pytest.mark.parametrize(("rows", "top_k", "num_experts", "hidden", "inner"), SHAPES, ids=str)
 def test_they_give_what_one_after_another_gives(
     rows: int,
-    num_chosen: int,
+    top_k: int,
     num_experts: int,
     hidden: int,
     inner: int,
@@ -64,28 +68,13 @@ def test_they_give_what_one_after_another_gives(
     dtype: torch.dtype,
     random: torch.Generator,
 ) -> None:
-    weights = mixture(num_experts, hidden, inner, dtype, random)
-    given = weights.rows(rows, num_chosen, random)
-    got = triton_experts.experts(*given, *weights, activation)
-    want = ReferenceBackend().experts(*given, *weights, activation)
+    experts = experts_of(num_experts, hidden, inner, dtype, random, activation)
+    given = rows_of(experts, rows, top_k, random)
+    got = triton_experts.compute_experts(*given, experts)
+    want = ReferenceBackend().experts(*given, experts)
     assert got.dtype == dtype
     error = (got.float() - want.float()).norm() / want.float().norm()
     assert error < (1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps)
-
-
-@pytest.fixture
-def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter a tile's product is numpy's, whose bits depend on the position of a row; this replacement's do
-    not."""
-
-    def in_order(left: np.ndarray, right: np.ndarray, dtype: type) -> np.ndarray:
-        total = np.zeros((len(left), right.shape[1]), dtype)
-        for column, row in zip(left.T.astype(dtype), right.astype(dtype), strict=True):
-            total += column[:, None] * row
-        return total
-
-    if not CUDA:
-        monkeypatch.setattr(np, "matmul", in_order)
 
 
 @pytest.mark.usefixtures("products_in_order")
@@ -95,30 +84,32 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(
     monkeypatch.setattr(triton_experts, "_FEW_PAIRS", 256)
     monkeypatch.setattr(triton_experts, "_BLOCKS", 2)
     rows, shape = (4000, (64, 2048, 768)) if CUDA else (400, (2, 64, 64))
-    weights = mixture(*shape, HALF, random)
-    given = weights.rows(rows, 2, random)
-    together = triton_experts.experts(*given, *weights, "silu")
+    experts = experts_of(*shape, HALF, random)
+    given = rows_of(experts, rows, 2, random)
+    together = triton_experts.compute_experts(*given, experts)
     for some in (slice(1), slice(3, 70), slice(rows - 200, rows), torch.randperm(rows, generator=random).to(DEVICE)):
-        got = triton_experts.experts(*(x[some] for x in given), *weights, "silu")
+        got = triton_experts.compute_experts(*(x[some] for x in given), experts)
         assert torch.equal(got, together[some])
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32], ids=["16-bit", "fp32"])
 @pytest.mark.parametrize("normalise", [True, False])
-@pytest.mark.parametrize(("num_experts", "num_chosen"), [(4, 2), (60, 4), (128, 8), (5, 5), (200, 1)], ids=str)
+@pytest.mark.parametrize(("num_experts", "top_k"), [(4, 2), (60, 4), (128, 8), (5, 5), (200, 1)], ids=str)
 def test_a_router_chooses_the_likeliest(
-    num_experts: int, num_chosen: int, normalise: bool, dtype: torch.dtype, random: torch.Generator
+    num_experts: int, top_k: int, normalise: bool, dtype: torch.dtype, random: torch.Generator
 ) -> None:
     logits = (3 * torch.randn(40, num_experts, generator=random)).to(DEVICE, dtype)
-    chosen, shares = triton_experts.route(logits, num_chosen, normalise)
+    chosen, shares = triton_experts.route(logits, top_k, normalise)
     order = logits.float().argsort(dim=1, descending=True, stable=True)  # of equal ones the first
-    assert torch.equal(chosen, order[:, :num_chosen])
-    wanted, probabilities = ReferenceBackend().route(logits, num_chosen, normalise)
+    assert torch.equal(chosen, order[:, :top_k])
+    wanted, probabilities = ReferenceBackend().route(logits, top_k, normalise)
     torch.testing.assert_close(shares, probabilities)
     assert torch.equal(logits.gather(1, wanted), logits.gather(1, chosen))
 
 
 def test_no_rows(random: torch.Generator) -> None:
-    weights = mixture(4, 64, 64, HALF, random)
-    assert triton_experts.experts(*weights.rows(0, 2, random), *weights, "silu").shape == (0, 64)
+    experts = experts_of(4, 64, 64, HALF, random)
+    nothing = rows_of(experts, 0, 2, random)
+    for compute in (triton_experts.compute_experts, ReferenceBackend().experts):
+        assert compute(*nothing, experts).shape == (0, 64)
     assert [x.shape for x in triton_experts.route(torch.empty(0, 4, device=DEVICE), 2, True)] == [(0, 2), (0, 2)]

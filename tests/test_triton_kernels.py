@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from mainspring.kernels.decoder_contract import Norm
 from mainspring.kernels.reference import gumbel
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
-from triton_here import (  # noqa: F401  (a fixture)
+from triton_here import (  # noqa: F401  (fixtures)
     CUDA,
     DEVICE,
     HALF,
@@ -23,6 +22,7 @@ from triton_here import (  # noqa: F401  (a fixture)
     interpreted,
     kernels,
     multiplies_in_interpreter,
+    products_in_order,
     triton,
 )
 
@@ -250,21 +250,6 @@ def test_a_product_is_exact_but_for_rounding(
     bound += want.abs() * torch.finfo(dtype).eps / 2
     assert got.dtype == dtype
     assert ((got.double() - want).abs() <= bound).all()
-
-
-@pytest.fixture
-def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter a tile's product is numpy's, whose bits depend on the position of a row; this replacement's do
-    not."""
-
-    def in_order(left: np.ndarray, right: np.ndarray, dtype: type) -> np.ndarray:
-        total = np.zeros((len(left), right.shape[1]), dtype)
-        for column, row in zip(left.T.astype(dtype), right.astype(dtype), strict=True):
-            total += column[:, None] * row
-        return total
-
-    if not CUDA:
-        monkeypatch.setattr(np, "matmul", in_order)
 
 
 @multiplies_in_interpreter

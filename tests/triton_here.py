@@ -6,6 +6,7 @@ import os
 import sys
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,3 +32,18 @@ HALF = torch.bfloat16 if CUDA else torch.float16  # the interpreter can't multip
 def interpreted():  # type: ignore[no-untyped-def]
     with in_interpreter:
         yield
+
+
+@pytest.fixture
+def products_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter a tile's product is numpy's, whose bits depend on the position of a row; this replacement's do
+    not."""
+
+    def in_order(left: np.ndarray, right: np.ndarray, dtype: type) -> np.ndarray:
+        total = np.zeros((len(left), right.shape[1]), dtype)
+        for column, row in zip(left.T.astype(dtype), right.astype(dtype), strict=True):
+            total += column[:, None] * row
+        return total
+
+    if not CUDA:
+        monkeypatch.setattr(np, "matmul", in_order)

@@ -26,7 +26,7 @@ from .partition import DETERMINISTIC_SPLIT, QUERY_TILE, Kind
 from .plan import FlashInferPlan, Planner
 
 if TYPE_CHECKING:
-    from ..decoder_contract import Norm
+    from ..decoder_contract import Experts, Norm
 
 HALF = (torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn
@@ -295,30 +295,22 @@ class FlashInferBackend(Backend):
             return row_invariant_linear(x, weight, bias)
         return F.linear(x, weight, bias)
 
-    def route(self, logits: torch.Tensor, num_chosen: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Backend.route`, in one kernel."""
         if logits.device.type != "cuda":
-            return super().route(logits, num_chosen, normalise)
+            return super().route(logits, top_k, normalise)
         from .triton_experts import route
 
-        return route(logits.contiguous(), num_chosen, normalise)
+        return route(logits.contiguous(), top_k, normalise)
 
-    def experts(
-        self,
-        x: torch.Tensor,
-        chosen: torch.Tensor,
-        shares: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        activation: str,
-    ) -> torch.Tensor:
+    def experts(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Experts) -> torch.Tensor:
         """See `Backend.experts`; each row has the same bits however many there are."""
-        aligned = all(weight.is_contiguous() and weight[0, 0].nbytes % VECTOR_BYTES == 0 for weight in (gate_up, down))
+        aligned = all(weight.is_contiguous() and weight[0, 0].nbytes % VECTOR_BYTES == 0 for weight in experts[:2])
         if x.device.type != "cuda" or not aligned:
-            return super().experts(x, chosen, shares, gate_up, down, activation)
-        from .triton_experts import experts
+            return super().experts(x, chosen, shares, experts)
+        from .triton_experts import compute_experts
 
-        return experts(x, chosen.contiguous(), shares.contiguous(), gate_up, down, activation)
+        return compute_experts(x, chosen.contiguous(), shares.contiguous(), experts)
 
     # ------------------------------------------------------------------ sampling
 

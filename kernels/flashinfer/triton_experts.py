@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..decoder_contract import Experts
 from .triton_kernels import _jit, _limits
 
 try:
@@ -45,9 +46,9 @@ _TILES = (_Tile(64, 128, 64, 4, 4), _Tile(128, 256, 64, 8, 3))
 _FP32_TILE = _Tile(64, 64, 32, 4, 3)  # IEEE products on the ordinary cores
 
 
-@_jit(do_not_specialize=["num_experts", "num_chosen"])
+@_jit(do_not_specialize=["num_experts", "top_k"])
 def _route(
-    logits, chosen, shares, num_experts, num_chosen, row_stride,
+    logits, chosen, shares, num_experts, top_k, row_stride,
     NORMALISE: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
 ):  # fmt: skip
     """The likeliest experts of one row, and their probabilities."""
@@ -56,27 +57,27 @@ def _route(
     likely = tl.exp(x - tl.max(x, axis=0))
     x = tl.where(x == x, x, float("-inf"))  # or argmax might choose an expert that is not there
     total, found, values = tl.sum(likely, axis=0), tl.zeros((CHOSEN,), tl.int32), tl.zeros((CHOSEN,), tl.float32)
-    for place in range(num_chosen):
+    for place in range(top_k):
         best = tl.argmax(x, axis=0)  # the first of equal ones
         found = tl.where(places == place, best, found)
         values = tl.where(places == place, tl.sum(tl.where(experts == best, likely, 0.0), axis=0) / total, values)
         x = tl.where(experts == best, float("-inf"), x)
     if NORMALISE:
         values = values / tl.sum(values, axis=0)
-    at = row * num_chosen + places
-    tl.store(chosen + at, found.to(tl.int64), mask=places < num_chosen)
-    tl.store(shares + at, values, mask=places < num_chosen)
+    at = row * top_k + places
+    tl.store(chosen + at, found.to(tl.int64), mask=places < top_k)
+    tl.store(shares + at, values, mask=places < top_k)
 
 
-def route(logits: torch.Tensor, num_chosen: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """See `contract.Backend.route`. Of experts that are equally likely, the first is chosen."""
     rows, num_experts = logits.shape
-    chosen = torch.empty(rows, num_chosen, dtype=torch.int64, device=logits.device)
-    shares = torch.empty(rows, num_chosen, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(rows, top_k, dtype=torch.int64, device=logits.device)
+    shares = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
     if rows:
         _route[(rows,)](
-            logits, chosen, shares, num_experts, num_chosen, logits.stride(0), NORMALISE=normalise,
-            EXPERTS=triton.next_power_of_2(num_experts), CHOSEN=triton.next_power_of_2(num_chosen), num_warps=1,
+            logits, chosen, shares, num_experts, top_k, logits.stride(0), NORMALISE=normalise,
+            EXPERTS=triton.next_power_of_2(num_experts), CHOSEN=triton.next_power_of_2(top_k), num_warps=1,
         )  # fmt: skip
     return chosen, shares
 
@@ -144,9 +145,9 @@ def _activated(gate, activation: tl.constexpr):
     return gate / (1.0 + tl.exp(-2.0 * inner))  # tanh, by the exponential
 
 
-@_jit(do_not_specialize=["most_tiles", "num_chosen"])
+@_jit(do_not_specialize=["most_tiles", "top_k"])
 def _expert_product(
-    x, weight, out, order, tiles, most_tiles, num_chosen, num_out, num_in, x_stride,
+    x, weight, out, order, tiles, most_tiles, top_k, num_out, num_in, x_stride,
     ACTIVATION: tl.constexpr, WHOLE: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +168,7 @@ def _expert_product(
     here = places < tl.load(tiles + 2 * most_tiles + tile)
     pairs = tl.load(order + places, mask=here, other=0)
     if ACTIVATION is not None:
-        rows, kept, weight_rows = pairs // num_chosen, places, 2 * num_out
+        rows, kept, weight_rows = pairs // top_k, places, 2 * num_out
     else:
         rows, kept, weight_rows = places, pairs, num_out
 
@@ -194,30 +195,24 @@ def _expert_product(
     tl.store(out_at, total.to(out.dtype.element_ty), mask=there & (columns < num_out)[None, :])
 
 
-@_jit(do_not_specialize=["num_chosen"])
-def _add_up(outputs, shares, out, num_chosen, width, WIDTH: tl.constexpr):
+@_jit(do_not_specialize=["top_k"])
+def _add_up(outputs, shares, out, top_k, width, WIDTH: tl.constexpr):
     """`WIDTH` columns of one row: the sum of its experts' outputs, each times its share, in their order."""
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there, total = columns < width, tl.zeros((WIDTH,), tl.float32)
-    for i in range(num_chosen):
-        pair = row * num_chosen + i
+    for i in range(top_k):
+        pair = row * top_k + i
         output = tl.load(outputs + pair * width + columns, mask=there).to(tl.float32)
         total += tl.load(shares + pair).to(tl.float32) * output
     tl.store(out + row * width + columns, total.to(out.dtype.element_ty), mask=there)
 
 
-def experts(
-    x: torch.Tensor,
-    chosen: torch.Tensor,
-    shares: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    activation: str,
-) -> torch.Tensor:
+def compute_experts(x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Experts) -> torch.Tensor:
     """See `contract.Backend.experts`. All tensors contiguous but x, whose rows may lie apart."""
-    rows, num_chosen = chosen.shape
+    gate_up, down, activation = experts
+    rows, top_k = chosen.shape
     num_experts, hidden, inner = down.shape
-    pairs = rows * num_chosen
+    pairs = rows * top_k
     out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     if not pairs:
         return out.zero_()
@@ -241,14 +236,14 @@ def experts(
         read = TensorDescriptor.from_tensor(weight.view(-1, num_in), [columns, tile.depth])
         stage = 2 * (tile.rows + tile.columns) * tile.depth
         _expert_product[(most_tiles * triton.cdiv(num_out, columns),)](
-            source, read, result, order, tiles, most_tiles, num_chosen, num_out, num_in, source.stride(0),
+            source, read, result, order, tiles, most_tiles, top_k, num_out, num_in, source.stride(0),
             ACTIVATION=act, WHOLE=num_in % tile.depth == 0, PRECISION="ieee",
             ROWS=tile.rows, COLUMNS=columns, DEPTH=tile.depth, GROUP=_GROUP,
             num_warps=tile.num_warps,
             num_stages=max(1, min(tile.num_stages, (_limits(x.device).shared_memory - 1024) // stage)),
         )  # fmt: skip
     _add_up[rows, triton.cdiv(hidden, _SUMMED)](
-        outputs, shares, out, num_chosen, hidden, WIDTH=_SUMMED, enable_fp_fusion=False
+        outputs, shares, out, top_k, hidden, WIDTH=_SUMMED, enable_fp_fusion=False
     )
     return out
 

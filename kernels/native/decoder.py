@@ -15,6 +15,7 @@ from ..decoder_contract import (
     NF4,
     AttentionMixer,
     DecodeSteps,
+    Experts,
     GatedMLP,
     LayerTensors,
     Linear,
@@ -112,21 +113,13 @@ class NativeDecoder:
         kept = None if bias is None else self.weights.get(id(bias))
         return linear(self._library, x, packed, bias if kept is None else kept.unpack())
 
-    def experts(
-        self,
-        x: torch.Tensor,
-        chosen: torch.Tensor,
-        shares: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        activation: str,
-    ) -> torch.Tensor:
-        first, second = self.weights[id(gate_up)], self.weights[id(down)]
+    def experts(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Experts) -> torch.Tensor:
+        first, second = (self.weights[id(weight)] for weight in experts[:2])
         assert isinstance(first, PackedExperts)
         assert isinstance(second, PackedExperts)
 
         def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
-            inner = _reference.act_and_mul(linear(self._library, rows, first.panels[expert]), activation)
+            inner = _reference.act_and_mul(linear(self._library, rows, first.panels[expert]), experts.activation)
             return linear(self._library, inner, second.panels[expert])
 
         return each_expert(x, chosen, shares, len(first.panels), compute)
@@ -198,7 +191,11 @@ class NativeDecoder:
         mixture = bytes(_LINEAR.size + _MIXTURE.size)
         dense = layer.mlp
         if isinstance(layer.mlp, Mixture):
-            mixture, dense, activation = self._mixture(layer.mlp), layer.mlp.shared, ACTIVATIONS[layer.mlp.activation]
+            mixture, dense, activation = (
+                self._mixture(layer.mlp),
+                layer.mlp.shared,
+                ACTIVATIONS[layer.mlp.experts.activation],
+            )
         if dense is not None:
             assert isinstance(dense, GatedMLP)
             gate_up, down, name = dense
@@ -221,13 +218,14 @@ class NativeDecoder:
 
     def _mixture(self, mixture: Mixture) -> bytes:
         """`MixtureOf`. The router is not quantized."""
-        gated = mixture.down.shape[2] % GATE == 0
-        experts = zip(self._experts(mixture.gate_up, gated), self._experts(mixture.down), strict=True)
+        gate_up, down, _ = mixture.experts
+        gated = down.shape[2] % GATE == 0
+        experts = zip(self._experts(gate_up, gated), self._experts(down), strict=True)
         words = b"".join(_LINEAR.pack(*panel.words(), 0) for both in experts for panel in both)
         self._held.append(held := ctypes.create_string_buffer(words, len(words)))
         router = self._linear(mixture.router, None)
         shared_gate = 0 if mixture.shared_gate is None else self._hold(mixture.shared_gate, in_fp32).data_ptr()
-        options = mixture.num_chosen, mixture.normalise, mixture.widened, gated
+        options = mixture.top_k, mixture.normalise, mixture.widened, gated
         return router + _MIXTURE.pack(ctypes.addressof(held), *options, shared_gate)
 
     def _experts(self, weight: torch.Tensor, gated: bool = False) -> list[PanelWeight]:

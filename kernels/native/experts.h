@@ -23,12 +23,12 @@ struct LinearOf {
 struct MixtureOf {
     LinearOf router;  // N: experts; 0: there is no mixture
     const LinearOf* weights;  // of each expert gate and up, and down
-    int64_t num_chosen, normalise, widened;
+    int64_t top_k, normalise, widened;
     int64_t gated;  // rows of gate and up are interleaved
     const float* shared_gate;  // [hidden]: its product with a row is the gate of the shared expert's output; or null
     const LinearOf& gate_up(int64_t expert) const { return weights[2 * expert]; }
     const LinearOf& down(int64_t expert) const { return weights[2 * expert + 1]; }
-    int64_t pairs(int64_t rows) const { return rows * num_chosen; }
+    int64_t pairs(int64_t rows) const { return rows * top_k; }
 };
 
 // Memory of a step of so many rows. `of` gives the parts of one piece, 64-byte aligned.
@@ -54,7 +54,7 @@ struct MixtureMemory {
 // The likeliest experts of a row by the router's logits [n], and their probabilities; of equal ones the first.
 template <class T>
 void route_row(const T* logits, const MixtureOf& m, int32_t* chosen, float* shares) {
-    const int n = int(m.router.N), k = int(m.num_chosen);
+    const int n = int(m.router.N), k = int(m.top_k);
     std::vector<float> x((n + LANES - 1) / LANES * LANES, -INFINITY), likely(x.size());
     for (int i = 0; i < n; i += LANES) store_up_to(x.data() + i, load_up_to(logits + i, n - i), n - i);
     F32 top = load(x.data()), total = zero();
@@ -116,7 +116,7 @@ template <class T, class Add>
 void mixture_in_team(const MixtureOf& m, Dtype dtype, Activation activation, const T* x, int64_t hidden, int64_t rows,
                      const MixtureMemory& memory, void* workspace, Team& team, int rank, const Add& add) {
     T* logits = (T*)memory.logits;
-    const int64_t experts = m.router.N, k = m.num_chosen;
+    const int64_t experts = m.router.N, k = m.top_k;
     multiply({m.router.weight(), dtype, x, hidden, int(rows), logits, experts, m.router.bias}, workspace, team, rank);
     team.barrier();
     const Share mine(rows, rank, team.size);

@@ -59,7 +59,7 @@ class MLPOptions(NamedTuple):
 
 
 class RouterOptions(NamedTuple):
-    num_chosen: int
+    top_k: int
     normalise: bool
     widened: bool
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ....kernels import host_memory
 from ....kernels.contract import Backend
-from ....kernels.decoder_contract import GatedMLP, Linear, Mixture
+from ....kernels.decoder_contract import Experts, GatedMLP, Linear, Mixture
 
 
 class FusedRMSNorm(nn.Module):
@@ -51,19 +51,19 @@ class FusedMLP(nn.Module):
 class FusedRouter(nn.Module):
     """Chooses the experts of each row by the softmax of a product. Keeps the original's parameter."""
 
-    def __init__(self, weight: nn.Parameter, num_chosen: int, normalise: bool, widened: bool, backend: Backend) -> None:
+    def __init__(self, weight: nn.Parameter, top_k: int, normalise: bool, widened: bool, backend: Backend) -> None:
         super().__init__()
         self.weight = weight
-        self.num_chosen = num_chosen
+        self.top_k = top_k
         self.normalise = normalise
         self.widened = widened  # whether shares are fp32; else they have the dtype of the rows
         self._linear = backend.linear
         self._route = backend.route
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``[..., hidden]`` → logits ``[rows, experts]``, shares and numbers of experts ``[rows, num_chosen]``."""
+        """``[..., hidden]`` → logits ``[rows, experts]``, shares and numbers of experts ``[rows, top_k]``."""
         logits = self._linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
-        chosen, shares = self._route(logits, self.num_chosen, self.normalise)
+        chosen, shares = self._route(logits, self.top_k, self.normalise)
         return logits, shares if self.widened else shares.to(logits.dtype), chosen
 
 
@@ -82,7 +82,10 @@ class FusedExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Rows ``[rows, hidden]``, the experts of each and their shares ``[rows, n]`` → ``[rows, hidden]``."""
-        return self._experts(hidden_states, top_k_index, top_k_weights, self.gate_up, self.down, self.activation)
+        return self._experts(hidden_states, top_k_index, top_k_weights, self.tensors())
+
+    def tensors(self) -> Experts:
+        return Experts(self.gate_up, self.down, self.activation)
 
 
 class FusedMixture(nn.Module):
@@ -115,12 +118,10 @@ class FusedMixture(nn.Module):
         router, experts, shared, gate = self.router, self.experts, self.shared, self.shared_gate
         return Mixture(
             Linear(router.weight, None),
-            router.num_chosen,
+            router.top_k,
             router.normalise,
             router.widened,
-            experts.gate_up,
-            experts.down,
-            experts.activation,
+            experts.tensors(),
             None if shared is None else shared.tensors(),
             None if gate is None else gate.weight,
         )
