@@ -41,7 +41,7 @@ def begin(num_bytes: int) -> None:
 
 
 def _write(pages: mmap.mmap, num_bytes: int) -> None:
-    """Holds `pages` meanwhile, whoever else gives them up or ends."""
+    """Holds `pages` while it writes: whoever else held them may be gone."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     ctypes.memset(address, 0, min(num_bytes, CHUNK_BYTES) + -address % HUGE_PAGE)
 

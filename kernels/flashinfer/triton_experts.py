@@ -6,7 +6,8 @@ order of their experts and cut them into tiles, each of one expert. Then one ker
 the tiles, one the outputs, and one adds up each row's. All sizes of a launch follow from the number of rows, so a CUDA
 graph may hold it, and nothing waits for the device.
 
-A row's bits depend on that row alone, for the reasons that triton_kernels.py gives for `_TILES`.
+A row's bits depend on that row alone, for the reasons that triton_kernels.py gives for `_TILES`. Written for Triton 3.4
+and later, as that file is.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _route(
     row, experts, places = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS), tl.arange(0, CHOSEN)
     x = tl.load(logits + row * row_stride + experts, mask=experts < num_experts, other=float("-inf")).to(tl.float32)
     likely = tl.exp(x - tl.max(x, axis=0))
-    x = tl.where(x == x, x, float("-inf"))  # or argmax might choose an expert that is not there
+    x = tl.where(x == x, x, float("-inf"))  # argmax of NaN could be an expert that does not exist
     total, found, values = tl.sum(likely, axis=0), tl.zeros((CHOSEN,), tl.int32), tl.zeros((CHOSEN,), tl.float32)
     for place in range(top_k):
         best = tl.argmax(x, axis=0)  # the first of equal ones

@@ -232,7 +232,7 @@ def _trial(
 
 
 def code_of(module: nn.Module) -> Any:
-    """Equal for modules that differ in nothing but the values of their parameters, as those of most layers do."""
+    """What a module is but for the values of its parameters. It is equal for most layers' modules of one kind."""
     hooked = any((module._forward_hooks, module._forward_pre_hooks))
     own = {name: value for name, value in vars(module).items() if name not in _OF_ANY_MODULE}
     plain = {name: x if isinstance(x, _PLAIN) else id(x) for name, x in (own | module._buffers).items()}
