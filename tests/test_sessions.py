@@ -658,6 +658,7 @@ def test_frames_of_the_core_before_are_dropped(
 
 
 def test_a_client_says_the_same_session_on_every_connection(client: SyncClient, owner: StandInOwner) -> None:
+    client.call("echo")
     owner.kill()
     owner.restart()
     client.call("echo")
