@@ -15,10 +15,8 @@
 //           multiply-adds (14 cycles at two a cycle) for 16 loads (8 cycles), and W comes from L2 at 9 bytes a cycle,
 //           so nothing but the multiplier is the limit: no blocking for L1 is needed. (AVX2 has 16 registers of half the
 //           size: up to 6 rows by 16 columns, 12 accumulators + 2 of W + 1 of x; a panel is then done half by half.)
-//   panel   32 columns by all of K, contiguous. One row or a few: a panel is read once, as one stream that goes on into
-//           the next panel, at the speed of the memory. Many rows: the tiles of a block of rows pass over the panel
-//           one after the other, and all but the first find it in L2; while they do, each fetches its share of the next
-//           panel, so that reading memory and multiplying overlap evenly.
+//   panel   32 columns by all of K, contiguous. The tiles of a block of rows pass over it one after the other; while they
+//           do, they fetch the next panel into L2, so that reading memory and multiplying overlap.
 //   block   rows whose x stays in L2 while all panels go by.
 //
 // The caller owns the threads: every function takes (thread, num_threads), is called by all threads of the team with the
@@ -41,7 +39,6 @@ constexpr int LINE = 16;                  // words of x in a cache line
 constexpr int GATE = PANEL / 2;           // columns of gate, then as many of up, in a panel of an interleaved weight
 // Steps in a block of K: a block of a panel takes at most 256 KiB, a quarter of Zen 5's L2; or 64 KiB, an eighth of Zen 3's.
 constexpr int STEPS_PER_BLOCK = LANES == 16 ? 2048 : 512;
-constexpr int AHEAD = 8192;               // bytes: covers the latency of memory at its full speed
 // Of packed x, beside this panel and the next.
 #if MAINSPRING_AMX
 constexpr size_t X_BLOCK_BYTES = 1 << 20;  // every processor that has it has 2 MiB of L2
@@ -217,11 +214,7 @@ struct KindOf<bf16> {
 // Rows are dealt into tiles of nearly equal size: 16 rows are 8 + 8, not 14 + 2, so that no number of rows is a cliff.
 struct Tiles {
     int rows, count;
-    Tiles(int rows, int max_rows) : rows(rows), count(ceil_div(rows, max_rows)) {
-        // A tile of more than 8 rows multiplies too long at each step for the processor to look far ahead, and waits for
-        // memory although it fetches early. The second of two tiles gives the first time to fetch (a quarter faster).
-        if (count == 1 && rows > 8 && max_rows <= 16) count = 2;
-    }
+    Tiles(int rows, int max_rows) : rows(rows), count(ceil_div(rows, max_rows)) {}
     int begin(int tile) const { return share(rows, tile, count); }
     int of(int row) const {
         int tile = (int)((int64_t)row * count / rows);
@@ -253,19 +246,35 @@ void pack_row(const X* x, int K, char* tile, int rows, int r) {
 
 // ---------------------------------------------------------------- the tile
 
-// What a tile fetches for later: `lines` cache lines from `at` on, for every 4 steps it does.
-struct Upcoming {
-    const char* at;
-    int lines;
+// The piece of W that is next, which tiles fetch into L2 while they multiply this one. It is fetched in several places at
+// once: memory is read nearly twice as fast as in order, because the processor then fetches ahead from each.
+class Upcoming {
+  public:
+    Upcoming() = default;
+    // `bytes` from `at` on, in `turns` turns.
+    Upcoming(const char* at, size_t bytes, int turns)
+        : at_(at), apart_(bytes / PLACES / 64 * 64), lines_(ceil_div((int)(apart_ / 64), std::max(1, turns))), end_(at + apart_) {}
+
+    void fetch() {
+        if (at_ >= end_) return;
+        for (int i = 0; i < lines_; ++i, at_ += 64)
+            for (int place = 0; place < PLACES; ++place) prefetch_far(at_ + place * apart_);
+    }
+
+  private:
+    static constexpr int PLACES = 4;
+    const char* at_ = nullptr;
+    size_t apart_ = 0;  // of places, in bytes
+    int lines_ = 0;     // of the cache, a turn and place
+    const char* end_ = nullptr;
 };
 
 // c[PANELS][ROWS][32] (+)= x[ROWS][steps] * w[PANELS][steps][32], x packed, panels `panel_bytes` apart. Adds to what c holds
-// unless this is the first block of K. STREAM: w comes from memory, once, and is fetched AHEAD bytes early. VECS vectors of
-// each row, of which w and c are the first.
-template <class Kind, int ROWS, int PANELS, bool STREAM, int VECS = VECTORS>
+// unless this is the first block of K. VECS vectors of each row, of which w and c are the first. Every 4 steps are a turn of
+// `ahead`.
+template <class Kind, int ROWS, int PANELS, int VECS = VECTORS>
 MAINSPRING_INLINE void multiply_tile(const char* w, size_t panel_bytes, const char* x, int steps, float* c, bool first,
-                                     Upcoming ahead) {
-    constexpr int STREAM_BYTES = Kind::STEP_BYTES * VECS / VECTORS;
+                                     Upcoming& ahead) {
     F32 acc[PANELS][ROWS][VECS];
     for (int p = 0; p < PANELS; ++p)
         for (int r = 0; r < ROWS; ++r)
@@ -274,15 +283,11 @@ MAINSPRING_INLINE void multiply_tile(const char* w, size_t panel_bytes, const ch
     constexpr int per_line = LINE / Kind::X_WORDS;
     for (; steps >= per_line; steps -= per_line, x += ROWS * 64)
         for (int word = 0; word < LINE; word += 4 * Kind::X_WORDS) {  // 4 steps at a time: enough to hide the loop
-            if (!STREAM)
-                for (int i = 0; i < ahead.lines; ++i, ahead.at += 64) prefetch(ahead.at);
+            ahead.fetch();
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i, w += Kind::STEP_BYTES) {
-                if (STREAM)
-                    for (int byte = 0; byte < STREAM_BYTES; byte += 64) prefetch(w + AHEAD + byte);
+            for (int i = 0; i < 4; ++i, w += Kind::STEP_BYTES)
 #pragma GCC unroll 4
                 for (int p = 0; p < PANELS; ++p) Kind::step(acc[p], w + p * panel_bytes, x + 4 * (word + i * Kind::X_WORDS));
-            }
         }
     for (int word = 0; word < steps * Kind::X_WORDS; word += Kind::X_WORDS, w += Kind::STEP_BYTES)
         for (int p = 0; p < PANELS; ++p) Kind::step(acc[p], w + p * panel_bytes, x + 4 * word);
@@ -294,23 +299,21 @@ MAINSPRING_INLINE void multiply_tile(const char* w, size_t panel_bytes, const ch
 
 // A whole tile. What AVX2's registers can't hold at once is done in parts that take turns, some steps each: the halves of a
 // panel, so that a word of x is loaded for 2 multiply-adds and a vector of W for up to 6 (whole panels of 3 rows load more
-// than they multiply); or several panels. Turns are short where W comes from memory, so that it is read nearly in order.
-template <class Kind, int ROWS, int PANELS, bool STREAM>
-MAINSPRING_NOINLINE void tile(const char* w, size_t panel_bytes, const char* x, int steps, float* c, bool first,
-                              Upcoming ahead) {
-    constexpr bool HALVES = LANES == 8 && ROWS >= (STREAM ? 4 : 3);
+// than they multiply); or several panels.
+template <class Kind, int ROWS, int PANELS>
+MAINSPRING_NOINLINE void tile(const char* w, size_t panel_bytes, const char* x, int steps, float* c, bool first, Upcoming& ahead) {
+    constexpr bool HALVES = LANES == 8 && ROWS >= 3;
     if (LANES == 16 || (PANELS == 1 && !HALVES))
-        return multiply_tile<Kind, ROWS, PANELS, STREAM>(w, panel_bytes, x, steps, c, first, ahead);
+        return multiply_tile<Kind, ROWS, PANELS>(w, panel_bytes, x, steps, c, first, ahead);
     constexpr int VECS = HALVES ? VECTORS / 2 : VECTORS, per_line = LINE / Kind::X_WORDS;
-    for (constexpr int turn = PANELS > 1 ? per_line : STREAM ? 64 : 256; steps > 0; steps -= turn, first = false) {
+    Upcoming nothing;
+    for (constexpr int turn = PANELS > 1 ? per_line : 256; steps > 0; steps -= turn, first = false) {
         const int count = std::min(steps, turn);
         for (int p = 0; p < PANELS; ++p)
             for (int v = 0; v < VECTORS; v += VECS) {
-                const Upcoming here = {ahead.at, (ahead.lines + (v == 0)) / 2};
                 const char* part = w + p * panel_bytes + v * Kind::STEP_BYTES / VECTORS;
-                multiply_tile<Kind, ROWS, 1, STREAM, VECS>(part, panel_bytes, x, count, c + p * ROWS * PANEL + v * LANES,
-                                                           first, here);
-                ahead.at += count / 4 * here.lines * 64;
+                multiply_tile<Kind, ROWS, 1, VECS>(part, panel_bytes, x, count, c + p * ROWS * PANEL + v * LANES, first,
+                                                   v == 0 ? ahead : nothing);
             }
         w += (size_t)count * Kind::STEP_BYTES;
         x += (size_t)count / per_line * ROWS * 64;
@@ -322,15 +325,14 @@ MAINSPRING_NOINLINE void tile(const char* w, size_t panel_bytes, const char* x, 
 // hardware fetches ahead well enough by itself).
 constexpr int GROUP = 4;
 template <class Kind, int ROWS = Kind::MAX_ROWS>
-inline void tile_of(int rows, int group, bool stream, const char* w, size_t panel_bytes, const char* x, int steps, float* c,
-                    bool first, Upcoming ahead) {
+inline void tile_of(int rows, int group, const char* w, size_t panel_bytes, const char* x, int steps, float* c, bool first,
+                    Upcoming& ahead) {
     if (rows == ROWS) {
         if constexpr (ROWS <= 2)
-            if (group == GROUP) return tile<Kind, ROWS, GROUP, false>(w, panel_bytes, x, steps, c, first, Upcoming{w, 0});
-        return stream ? tile<Kind, ROWS, 1, true>(w, panel_bytes, x, steps, c, first, ahead)
-                      : tile<Kind, ROWS, 1, false>(w, panel_bytes, x, steps, c, first, ahead);
+            if (group == GROUP) return tile<Kind, ROWS, GROUP>(w, panel_bytes, x, steps, c, first, ahead);
+        return tile<Kind, ROWS, 1>(w, panel_bytes, x, steps, c, first, ahead);
     }
-    if constexpr (ROWS > 1) tile_of<Kind, ROWS - 1>(rows, group, stream, w, panel_bytes, x, steps, c, first, ahead);
+    if constexpr (ROWS > 1) tile_of<Kind, ROWS - 1>(rows, group, w, panel_bytes, x, steps, c, first, ahead);
 }
 
 // ---------------------------------------------------------------- what is done with the sums
@@ -418,7 +420,6 @@ struct Packed {
     void multiply(int p, int group, const Tiles& tiles, int first, int end, const char* packed, float* sums, char* piece,
                   const Done& done) const {
         const int columns = std::min(PANEL, N - p * PANEL);
-        const bool stream = end - first == 1;
         for (int step = 0; step < steps();) {
             // A block of K: whole steps of a whole panel are used where they lie. Those of a narrow panel are widened, and
             // so is the step of an odd last k, whose other half is zero.
@@ -428,7 +429,7 @@ struct Packed {
             constexpr int column_bytes = Kind::STEP_BYTES / PANEL;
             size_t panel_bytes = sizeof(T) * PANEL * K;
             const char* w = (const char*)(data + (size_t)p * PANEL * K) + (size_t)step * columns * column_bytes;
-            Upcoming ahead = {w, 0};
+            Upcoming ahead;
             if (columns < PANEL || whole == 0) {
                 const int bytes = whole == 0 ? sizeof(T) : column_bytes;
                 std::memset(piece, 0, group * block_bytes);
@@ -439,19 +440,15 @@ struct Packed {
                                         w + g * panel_bytes + (s * columns + n) * bytes, bytes);
                 w = piece;
                 panel_bytes = block_bytes;
-            } else if (!stream) {
-                // The next piece of W, its lines divided evenly between the tiles.
-                ahead = {w + block_bytes, ceil_div(4 * Kind::STEP_BYTES / 64, end - first)};
+            } else if (group == 1) {
+                ahead = Upcoming(w + block_bytes, block_bytes, (end - first) * (count / 4));
             }
-            const char* ahead_end = ahead.at + block_bytes;
             for (int t = first; t < end; ++t) {
                 const int row = tiles.begin(t), rows = tiles.begin(t + 1) - row;
                 const int word = step * Kind::X_WORDS;  // of a row of x; an odd last k finds it within a line
                 const char* x = packed + row * row_bytes() + (size_t)(word / LINE) * rows * 64 + word % LINE * 4;
                 float* c = sums + (keeps_sums() ? (size_t)(row - tiles.begin(first)) * PANEL : 0);
-                if (ahead.at >= ahead_end) ahead.lines = 0;
-                tile_of<Kind>(rows, group, stream, w, panel_bytes, x, count, c, step == 0, ahead);
-                ahead.at += (size_t)count / 4 * ahead.lines * 64;
+                tile_of<Kind>(rows, group, w, panel_bytes, x, count, c, step == 0, ahead);
                 if (step + count == steps())
                     for (int g = 0; g < group; ++g)
                         for (int r = 0; r < rows; ++r) done(row + r, g, c + (g * rows + r) * PANEL);
@@ -497,7 +494,6 @@ struct Quantized {
 #endif
     static constexpr int MAX_ROWS = LANES == 8 ? 4 : AMX ? 2 * TILE_ROWS : BITS == 8 ? 12 : 10;
     static constexpr int FEW = AMX ? 4 : MAX_ROWS;
-    static constexpr int STREAM_AHEAD = LANES == 8 ? 2048 : AHEAD;  // bytes: more, and Zen 3 reads a tenth slower
     static constexpr int PANELS_AT_A_TIME = LANES == 16 || BITS == 8 ? GROUP : 1;  // AVX2 reads 4 bits as fast in one
     static constexpr int ALONE = 4096;
     static constexpr int X_BYTES = BITS == 8 && !AT_ONCE ? 2 : 1;  // of a value of packed x
@@ -557,8 +553,8 @@ struct Quantized {
 
     // c[PANELS][ROWS][32] = the whole product, as `tile` above. Several panels take turns of 4 steps: as many streams, with
     // which the hardware fetches further ahead than we could ask it to.
-    template <int ROWS, int PANELS, bool STREAM>
-    MAINSPRING_NOINLINE void tile(const char* w, const char* x, float* c, Upcoming ahead) const {
+    template <int ROWS, int PANELS>
+    MAINSPRING_NOINLINE void tile(const char* w, const char* x, float* c, Upcoming& ahead) const {
         constexpr int VECS = LANES == 8 && ROWS > 2 ? VECTORS / 2 : VECTORS;  // at a time
         const Scale* x_scales = (const Scale*)(x + ROWS * line_bytes());
         const int length = group, total = groups() * length;
@@ -576,11 +572,10 @@ struct Quantized {
 
                 const char* values = w + v0 * LANES * 4;
                 for (size_t k = k0; k < size_t(k0 + length); k += TURN * K_PER_STEP, values += TURN * STEP_BYTES) {
-                    if (!STREAM && v0 == 0)
-                        for (int i = 0; i < ahead.lines; ++i, ahead.at += 64) prefetch(ahead.at);
+                    if (v0 == 0) ahead.fetch();
                     const char* words = x + place_of(k, ROWS);
 #pragma GCC unroll 1
-                    for (int p = 0; p < PANELS; ++p) turn<STREAM>(acc[p], values + p * panel, words, v0 == 0);
+                    for (int p = 0; p < PANELS; ++p) turn(acc[p], values + p * panel, words);
                 }
 
 #pragma GCC unroll 1
@@ -604,8 +599,8 @@ struct Quantized {
     }
 
     // `TURN` steps of a panel.
-    template <bool STREAM, int ROWS, int VECS>
-    MAINSPRING_INLINE static void turn(I32 (&acc)[ROWS][VECS], const char* w, const char* x, bool fetch) {
+    template <int ROWS, int VECS>
+    MAINSPRING_INLINE static void turn(I32 (&acc)[ROWS][VECS], const char* w, const char* x) {
         constexpr bool SHORT = BITS == 4 && !AT_ONCE;
         I32 sums[ROWS][VECS];
 #pragma GCC unroll 16
@@ -614,8 +609,6 @@ struct Quantized {
             for (int v = 0; v < VECS; ++v) sums[r][v] = SHORT ? set_int(0) : acc[r][v];
 #pragma GCC unroll 4
         for (int i = 0; i < TURN; ++i, w += STEP_BYTES, x += 4 * X_WORDS) {
-            if (STREAM && fetch)
-                for (int byte = 0; byte < STEP_BYTES; byte += 64) prefetch(w + STREAM_AHEAD + byte);
             I32 first[VECS], second[VECS];
 #pragma GCC unroll 4
             for (int v = 0; v < VECS; ++v) take_apart<BITS>(load_bytes(w + v * LANES * 4), first[v], second[v]);
@@ -639,8 +632,7 @@ struct Quantized {
 
 #if MAINSPRING_AMX
     // The same for more rows. dots [rows][32]: the sums of a group.
-    void tile_of_many(TileShape& shape, int rows, bool stream, const char* w, const char* x, float* c, int32_t* dots,
-                      Upcoming ahead) const {
+    void tile_of_many(TileShape& shape, int rows, const char* w, const char* x, float* c, int32_t* dots, Upcoming& ahead) const {
         const int upper = std::min(rows, TILE_ROWS), lower = rows - upper, step = group % 64 ? 32 : 64;
         const Scale* x_scales = (const Scale*)(x + rows * line_bytes());
         shape.set(upper, lower, step);
@@ -649,10 +641,7 @@ struct Quantized {
             tile_zero<C00>(), tile_zero<C01>();
             if (lower) tile_zero<C10>(), tile_zero<C11>();
             for (const size_t end = k + group; k < end; k += step, w += step * PANEL) {
-                if (stream)
-                    for (int byte = 0; byte < step * PANEL; byte += 64) prefetch(w + STREAM_AHEAD + byte);
-                else
-                    for (int i = 0; i < ahead.lines * step / (TURN * K_PER_STEP); ++i, ahead.at += 64) prefetch(ahead.at);
+                for (int turn = 0; turn < step; turn += TURN * K_PER_STEP) ahead.fetch();
                 const char* rows_of_x = x + place_of(k, rows);
                 tile_load<A0>(rows_of_x, 64), tile_load<B0>(w, STEP_BYTES);
                 tile_multiply_bytes<C00, A0, B0>();
@@ -677,13 +666,13 @@ struct Quantized {
 #endif
 
     template <int ROWS = FEW>
-    void tile_of(int rows, int panels, bool stream, const char* w, const char* x, float* c, Upcoming ahead) const {
+    void tile_of(int rows, int panels, const char* w, const char* x, float* c, Upcoming& ahead) const {
         if (rows == ROWS) {
             if constexpr (ROWS <= 2 && PANELS_AT_A_TIME > 1)
-                if (panels > 1) return tile<ROWS, PANELS_AT_A_TIME, false>(w, x, c, Upcoming{w, 0});
-            return stream ? tile<ROWS, 1, true>(w, x, c, ahead) : tile<ROWS, 1, false>(w, x, c, ahead);
+                if (panels > 1) return tile<ROWS, PANELS_AT_A_TIME>(w, x, c, ahead);
+            return tile<ROWS, 1>(w, x, c, ahead);
         }
-        if constexpr (ROWS > 1) tile_of<ROWS - 1>(rows, panels, stream, w, x, c, ahead);
+        if constexpr (ROWS > 1) tile_of<ROWS - 1>(rows, panels, w, x, c, ahead);
     }
 
     template <class Done>
@@ -693,19 +682,17 @@ struct Quantized {
 #if MAINSPRING_AMX
         TileShape shape;
 #endif
-        Upcoming ahead = {w + panel_bytes(), ceil_div(TURN * STEP_BYTES / 64, end - first)};
-        const char* ahead_end = ahead.at + panel_bytes();
+        Upcoming ahead;
+        if (panels == 1) ahead = Upcoming(w + panel_bytes(), panel_bytes(), (end - first) * groups() * (group / (TURN * K_PER_STEP)));
         for (int t = first; t < end; ++t) {
             const int row = tiles.begin(t), rows = tiles.begin(t + 1) - row;
-            if (ahead.at >= ahead_end) ahead.lines = 0;
             const char* x = packed + row * row_bytes();
 #if MAINSPRING_AMX
             if (AMX && rows > FEW)
-                tile_of_many(shape, rows, end - first == 1, w, x, sums, (int32_t*)piece, ahead);
+                tile_of_many(shape, rows, w, x, sums, (int32_t*)piece, ahead);
             else
 #endif
-                tile_of(rows, panels, end - first == 1, w, x, sums, ahead);
-            ahead.at += (size_t)groups() * (group / (TURN * K_PER_STEP)) * ahead.lines * 64;
+                tile_of(rows, panels, w, x, sums, ahead);
             for (int g = 0; g < panels; ++g)
                 for (int r = 0; r < rows; ++r) done(row + r, g, sums + (g * rows + r) * PANEL);
         }
@@ -829,7 +816,7 @@ struct Coded {
 
     // c[ROWS][32] = the whole product of a panel. x: [K/16][ROWS][16].
     template <int ROWS>
-    MAINSPRING_NOINLINE void tile(const char* panel, const char* x, float* c) const {
+    MAINSPRING_NOINLINE void tile(const char* panel, const char* x, float* c, Upcoming& ahead) const {
         constexpr int VECS = LANES == 8 ? VECTORS / 2 : VECTORS;  // at a time
         const Codebook codebook((const float*)panel);
         const char* w = panel + CODES * sizeof(float);
@@ -844,8 +831,7 @@ struct Coded {
                 const char* words = w + v0 * LANES * 4;
                 for (int k = 0; k < group; k += PER_WORD, words += PANEL * 4) {
                     const char* from = x + (size_t)(k / LINE) * ROWS * 64 + k % LINE * 4;
-                    if (v0 == 0)
-                        for (int byte = 0; byte < PANEL * 4; byte += 64) prefetch(words + AHEAD + byte);
+                    if (v0 == 0) ahead.fetch();
                     I32 q[VECS];
 #pragma GCC unroll 4
                     for (int v = 0; v < VECS; ++v) q[v] = load_bytes(words + v * LANES * 4);
@@ -875,17 +861,19 @@ struct Coded {
     }
 
     template <int ROWS = MAX_ROWS>
-    void tile_of(int rows, const char* panel, const char* x, float* c) const {
-        if (rows == ROWS) return tile<ROWS>(panel, x, c);
-        if constexpr (ROWS > 1) tile_of<ROWS - 1>(rows, panel, x, c);
+    void tile_of(int rows, const char* panel, const char* x, float* c, Upcoming& ahead) const {
+        if (rows == ROWS) return tile<ROWS>(panel, x, c, ahead);
+        if constexpr (ROWS > 1) tile_of<ROWS - 1>(rows, panel, x, c, ahead);
     }
 
     template <class Done>
     void multiply(int p, int, const Tiles& tiles, int first, int end, const char* packed, float* sums, char*,
                   const Done& done) const {
+        const char* panel = data + p * panel_bytes();
+        Upcoming ahead(panel + panel_bytes(), panel_bytes(), (end - first) * (K / PER_WORD));
         for (int t = first; t < end; ++t) {
             const int row = tiles.begin(t), rows = tiles.begin(t + 1) - row;
-            tile_of(rows, data + p * panel_bytes(), packed + row * row_bytes(), sums);
+            tile_of(rows, panel, packed + row * row_bytes(), sums, ahead);
             for (int r = 0; r < rows; ++r) done(row + r, 0, sums + r * PANEL);
         }
     }

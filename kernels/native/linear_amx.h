@@ -10,6 +10,7 @@ template <>
 struct Packed<bf16> {
     static constexpr int MAX_ROWS = 2 * TILE_ROWS;
     static constexpr int PANELS_AT_A_TIME = 4;  // of one row or two: as several streams they come faster from memory
+    static constexpr int AHEAD = 4096;  // bytes of each that are fetched early
     static constexpr int ALONE = 32768;
     static constexpr int STEP_BYTES = 4 * PANEL, CHUNK_BYTES = PAIRS * STEP_BYTES;  // a chunk: TILE_K values of K
     // Chunks in a block of K. Those of a panel take a third of L1, where they stay while tiles of x come from L2: a core
@@ -41,34 +42,28 @@ struct Packed<bf16> {
         }
         const int columns = std::min(PANEL, N - p * PANEL);
         const char* panel = (const char*)(data + (size_t)p * PANEL * K);
-        const bool stream = end - first == 1;
         TileShape shape;
         for (int chunk = 0, count; chunk < chunks(); chunk += count) {
             // A block of K: whole chunks of a whole panel are used where they lie, others are filled up with zeros.
             const int whole = K / TILE_K - chunk;
-            count = whole > 0 ? std::min(whole, stream ? whole : CHUNKS_PER_BLOCK) : 1;
+            count = whole > 0 ? std::min(whole, CHUNKS_PER_BLOCK) : 1;
             const char* w = panel + (size_t)chunk * PAIRS * columns * 4;
-            Upcoming ahead = {w, 0};
+            Upcoming ahead;
             if (columns < PANEL || whole <= 0) {
                 count = std::min(count, CHUNKS_PER_BLOCK);
                 fill_up(panel, columns, chunk, count, piece);
                 w = piece;
-            } else if (!stream) {
-                // The next piece of W, its lines divided evenly between the tiles.
-                ahead = {w + (size_t)count * CHUNK_BYTES, ceil_div(CHUNK_BYTES / 64, end - first)};
+            } else {
+                const size_t bytes = (size_t)count * CHUNK_BYTES;
+                ahead = Upcoming(w + bytes, bytes, (end - first) * count);
             }
-            const char* ahead_end = ahead.at + (size_t)count * CHUNK_BYTES;
             for (int t = first; t < end; ++t) {
                 const int row = tiles.begin(t), rows = tiles.begin(t + 1) - row;
                 const char* x = packed + row * row_bytes() + (size_t)chunk * rows * 64;
                 float* c = sums + (keeps_sums() ? (size_t)(row - tiles.begin(first)) * PANEL : 0);
-                if (ahead.at >= ahead_end) ahead.lines = 0;
                 const int upper = rows <= TILE_ROWS ? rows : (rows + 1) / 2, lower = rows - upper;
                 shape.set(upper, lower);
-                const auto run = stream ? (lower ? tile<true, true> : tile<true, false>)
-                                        : (lower ? tile<false, true> : tile<false, false>);
-                run(w, x, upper, lower, count, c, chunk == 0, ahead);
-                ahead.at += (size_t)count * ahead.lines * 64;
+                (lower ? tile<true> : tile<false>)(w, x, upper, lower, count, c, chunk == 0, ahead);
                 if (chunk + count == chunks())
                     for (int r = 0; r < rows; ++r) done(row + r, 0, c + r * PANEL);
             }
@@ -97,7 +92,7 @@ struct Packed<bf16> {
 #pragma GCC unroll 2
                     for (int j = 0; j < 2; ++j) {
                         const char* from = w + g * other + j * 64;
-                        prefetch(from + AHEAD / 4);
+                        prefetch(from + AHEAD / 2);
                         const I32 pairs = iload((const int32_t*)from);
                         parts[0][g][j] = fma(from_bits(_mm512_slli_epi32(pairs, 16)), x_even, parts[0][g][j]);
                         parts[1][g][j] = fma(from_bits(_mm512_and_si512(pairs, upper_half)), x_odd, parts[1][g][j]);
@@ -135,7 +130,7 @@ struct Packed<bf16> {
         const char* w = panel;
         for (int chunk = 0; chunk < K / TILE_K; ++chunk, w += CHUNK_BYTES) {
             for (size_t of : {size_t(0), panel_bytes})
-                for (int byte = 0; byte < CHUNK_BYTES; byte += 64) prefetch(w + of + AHEAD / 2 + byte);
+                for (int byte = 0; byte < CHUNK_BYTES; byte += 64) prefetch(w + of + AHEAD + byte);
             add(w, panel_bytes);
         }
         if (K % TILE_K) {
@@ -162,9 +157,9 @@ struct Packed<bf16> {
 
     // c[rows][32] (+)= x[rows] * w, of `count` chunks; adds to what c holds unless this is the first block of K. LOWER: there
     // are lower rows.
-    template <bool STREAM, bool LOWER>
+    template <bool LOWER>
     MAINSPRING_NOINLINE static void tile(const char* w, const char* x, int upper, int lower, int count, float* c, bool first,
-                                         Upcoming ahead) {
+                                         Upcoming& ahead) {
         const size_t line = (upper + lower) * 64;  // bytes of x, a row of A for each row
         const char* x_lower = x + upper * 64;
         float* c_lower = c + upper * PANEL;
@@ -177,10 +172,7 @@ struct Packed<bf16> {
             if (LOWER) tile_load<C10>(c_lower, STRIDE), tile_load<C11>(c_lower + 16, STRIDE);
         }
         for (; count; --count, w += CHUNK_BYTES, x += line, x_lower += line) {
-            if (STREAM)
-                for (int byte = 0; byte < CHUNK_BYTES; byte += 64) prefetch(w + AHEAD + byte);
-            else
-                for (int i = 0; i < ahead.lines; ++i, ahead.at += 64) prefetch_far(ahead.at);
+            ahead.fetch();
             tile_load<A0>(x, 64), tile_load<B0>(w, STRIDE);
             tile_multiply<C00, A0, B0>();
             tile_load<B1>(w + 64, STRIDE);

@@ -49,9 +49,10 @@ struct fp16 {
     uint16_t bits;
 };
 
-// Into all levels of the cache, or into all but the first.
-inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-inline void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
+// Into all levels of the cache, or into all but the first. Inlined by force: gcc takes a function that does nothing else for
+// one without effect, and drops its calls.
+MAINSPRING_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+MAINSPRING_INLINE void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 #ifdef __aarch64__
 }  // namespace mainspring
