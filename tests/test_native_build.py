@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -71,6 +73,15 @@ def test_the_best_level_of_the_processor_is_chosen(monkeypatch: pytest.MonkeyPat
     assert native_build.choose_level() == next_best
     with pytest.raises(BackendUnavailableError, match="level amx needs registers that the system does not allow"):
         native_build.choose_level("amx")
+
+
+def test_where_bf16_is_slower_than_fp32_it_is_used_only_if_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "_allow_tiles", lambda: False)
+    cpu_with(monkeypatch, *native_build.LEVELS[0].needs, "avx512_fp16", "GenuineIntel")
+    assert native_build.choose_level().name == "avx512"
+    assert native_build.choose_level("avx512_bf16").name == "avx512_bf16"
+    cpu_with(monkeypatch, *native_build.LEVELS[0].needs, "avx512_fp16", "AuthenticAMD")
+    assert native_build.choose_level().name == "avx512_bf16"
 
 
 @needs_compiler
@@ -236,6 +247,24 @@ def test_every_level_agrees_with_the_best(level: str) -> None:
     assert torch.allclose(best.act_and_mul(x, "gelu"), other.act_and_mul(x, "gelu"), rtol=1e-5, atol=1e-6)
     seeds, sampled = torch.arange(9), torch.ones(9, dtype=torch.bool)
     assert torch.equal(best.choose(x, seeds, seeds, sampled), other.choose(x, seeds, seeds, sampled))
+
+
+@needs_compiler
+@pytest.mark.skipif(shutil.which("objdump") is None or platform.machine() != "x86_64", reason="needs objdump on x86")
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_tile_of_a_product_fetches_ahead(level: str) -> None:
+    """gcc dropped all fetches of a library once, and a third of the speed with them; no result shows it."""
+    library = native_build.build(native_build.choose_level(level))
+    listing = subprocess.run(
+        ["objdump", "-d", "-C", "--no-show-raw-insn", library], capture_output=True, text=True, check=True
+    ).stdout
+    tiles = {
+        name: "prefetch" in body
+        for name, body in re.findall(r"^[0-9a-f]+ <([^\n]*)>:\n(.*?)(?=^$)", listing, re.MULTILINE | re.DOTALL)
+        if re.search(r"\btile<[^(]*\(", name)
+    }
+    assert len(tiles) > 10
+    assert [name for name, fetches in tiles.items() if not fetches] == []
 
 
 @needs_compiler

@@ -77,6 +77,9 @@ LEVELS = (
     Level("neon", ("asimd",), ()),
 )
 """The best of each kind of processor first."""
+_SLOW_BF16 = frozenset({"GenuineIntel", "avx512_fp16"})
+"""Marks of processors that multiply bf16 in AVX-512 at half the speed of fp32, which is used there. They have AMX, but not
+every system lets a process use it."""
 _COMMON = (
     ("amx", ""),
     ("avx512_bf16", "avx512_vnni"),
@@ -112,7 +115,7 @@ def load(level: str | None = None) -> ctypes.CDLL:
     except BackendUnavailableError as error:
         if level or os.environ.get("MAINSPRING_NATIVE_LEVEL"):
             raise
-        for other in _usable()[1:]:
+        for other in _by_speed()[1:]:
             with suppress(BackendUnavailableError):
                 library = _load(build(other))
                 logger.warning("the kernels for %s, which serve in place of %s: %s", other.name, chosen.name, error)
@@ -148,7 +151,7 @@ def choose_level(name: str | None = None) -> Level:
     if name and not named:
         known = ", ".join(level.name for level in LEVELS)
         raise BackendUnavailableError(f"MAINSPRING_NATIVE_LEVEL is {name!r}; it must be one of {known}")
-    if usable := _usable(named or LEVELS):
+    if usable := _usable(named) if named else _by_speed():
         return usable[0]
     if named:
         missing = [flag for flag in named[0].needs if flag not in cpu_features()]
@@ -170,6 +173,12 @@ def _usable(levels: Sequence[Level] = LEVELS) -> list[Level]:
     ]
 
 
+def _by_speed() -> list[Level]:
+    """The usable levels, the fastest first."""
+    slow = "avx512_bf16" if cpu_features() >= _SLOW_BF16 else ""
+    return sorted(_usable(), key=lambda level: level.name == slow)
+
+
 @functools.cache
 def _allow_tiles() -> bool:
     """Ask the system for AMX's registers, for all threads of this process. An old kernel has no such call, and a
@@ -180,9 +189,9 @@ def _allow_tiles() -> bool:
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """What /proc/cpuinfo lists; empty where there is none."""
-    flags = next((line for line in _lines_of("/proc/cpuinfo") if line.startswith(("flags", "Features"))), "")
-    return frozenset(flags.partition(":")[2].split())
+    """What /proc/cpuinfo lists, and whose processor it is; empty where there is none."""
+    lines = [line for line in _lines_of("/proc/cpuinfo") if line.startswith(("flags", "Features", "vendor_id"))]
+    return frozenset(word for line in lines for word in line.partition(":")[2].split())
 
 
 def _lines_of(path: str) -> list[str]:
