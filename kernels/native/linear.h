@@ -247,7 +247,8 @@ void pack_row(const X* x, int K, char* tile, int rows, int r) {
 // ---------------------------------------------------------------- the tile
 
 // The piece of W that is next, which tiles fetch into L2 while they multiply this one. It is fetched in several places at
-// once: memory is read nearly twice as fast as in order, because the processor then fetches ahead from each.
+// once, which is half as fast again as in order. The processor's own fetching ahead is as fast only while nothing else is
+// read or written: one cache line of results between two panels ends it (seen).
 class Upcoming {
   public:
     Upcoming() = default;
