@@ -78,8 +78,8 @@ LEVELS = (
 )
 """The best of each kind of processor first."""
 _SLOW_BF16 = frozenset({"GenuineIntel", "avx512_fp16"})
-"""Marks of processors that multiply bf16 in AVX-512 at half the speed of fp32, which is used there. They have AMX, but not
-every system lets a process use it."""
+"""Marks of processors that multiply bf16 in AVX-512 at half the speed of fp32, which is used there. They have AMX, but
+not every system lets a process use it."""
 _COMMON = (
     ("amx", ""),
     ("avx512_bf16", "avx512_vnni"),
