@@ -50,7 +50,6 @@ struct Packed<bf16> {
             const char* w = panel + (size_t)chunk * PAIRS * columns * 4;
             Upcoming ahead;
             if (columns < PANEL || whole <= 0) {
-                count = std::min(count, CHUNKS_PER_BLOCK);
                 fill_up(panel, columns, chunk, count, piece);
                 w = piece;
             } else {
