@@ -253,8 +253,11 @@ class Upcoming {
   public:
     Upcoming() = default;
     // `bytes` from `at` on, in `turns` turns.
-    Upcoming(const char* at, size_t bytes, int turns)
-        : at_(at), apart_(bytes / PLACES / 64 * 64), lines_(ceil_div((int)(apart_ / 64), std::max(1, turns))), end_(at + apart_) {}
+    Upcoming(const char* at, size_t bytes, int turns, bool in_each_half = false)
+        : at_(at), apart_(bytes / PLACES / 64 * 64), lines_(ceil_div((int)(apart_ / 64), std::max(1, turns))), end_(at + apart_),
+          in_each_half_(in_each_half) {}
+
+    bool in_each_half() const { return in_each_half_; }  // of a panel that is multiplied in halves, or only in the first
 
     void fetch() {
         if (at_ >= end_) return;
@@ -268,6 +271,7 @@ class Upcoming {
     size_t apart_ = 0;  // of places, in bytes
     int lines_ = 0;     // of the cache, a turn and place
     const char* end_ = nullptr;
+    bool in_each_half_ = false;
 };
 
 // c[PANELS][ROWS][32] (+)= x[ROWS][steps] * w[PANELS][steps][32], x packed, panels `panel_bytes` apart. Adds to what c holds
@@ -298,12 +302,14 @@ MAINSPRING_INLINE void multiply_tile(const char* w, size_t panel_bytes, const ch
             for (int v = 0; v < VECS; ++v) store(c + (p * ROWS + r) * PANEL + v * LANES, acc[p][r][v]);
 }
 
+constexpr bool in_halves(int rows) { return LANES == 8 && rows >= 3; }
+
 // A whole tile. What AVX2's registers can't hold at once is done in parts that take turns, some steps each: the halves of a
 // panel, so that a word of x is loaded for 2 multiply-adds and a vector of W for up to 6 (whole panels of 3 rows load more
 // than they multiply); or several panels.
 template <class Kind, int ROWS, int PANELS>
 MAINSPRING_NOINLINE void tile(const char* w, size_t panel_bytes, const char* x, int steps, float* c, bool first, Upcoming& ahead) {
-    constexpr bool HALVES = LANES == 8 && ROWS >= 3;
+    constexpr bool HALVES = in_halves(ROWS);
     if (LANES == 16 || (PANELS == 1 && !HALVES))
         return multiply_tile<Kind, ROWS, PANELS>(w, panel_bytes, x, steps, c, first, ahead);
     constexpr int VECS = HALVES ? VECTORS / 2 : VECTORS, per_line = LINE / Kind::X_WORDS;
@@ -314,7 +320,7 @@ MAINSPRING_NOINLINE void tile(const char* w, size_t panel_bytes, const char* x, 
             for (int v = 0; v < VECTORS; v += VECS) {
                 const char* part = w + p * panel_bytes + v * Kind::STEP_BYTES / VECTORS;
                 multiply_tile<Kind, ROWS, 1, VECS>(part, panel_bytes, x, count, c + p * ROWS * PANEL + v * LANES, first,
-                                                   v == 0 ? ahead : nothing);
+                                                   v == 0 || ahead.in_each_half() ? ahead : nothing);
             }
         w += (size_t)count * Kind::STEP_BYTES;
         x += (size_t)count / per_line * ROWS * 64;
@@ -442,7 +448,9 @@ struct Packed {
                 w = piece;
                 panel_bytes = block_bytes;
             } else if (group == 1) {
-                ahead = Upcoming(w + block_bytes, block_bytes, (end - first) * (count / 4));
+                // A single tile reads so fast that memory would fall idle in every second half.
+                const bool each_half = end - first == 1 && in_halves(tiles.begin(end) - tiles.begin(first));
+                ahead = Upcoming(w + block_bytes, block_bytes, (end - first) * (count / 4) * (each_half ? 2 : 1), each_half);
             }
             for (int t = first; t < end; ++t) {
                 const int row = tiles.begin(t), rows = tiles.begin(t + 1) - row;
