@@ -298,28 +298,34 @@ class Attention {
             unit_of_score = 1;
             first_head = (unit.head_begin + base / ((unit.row_end - unit.row_begin) * spec_.group())) * spec_.group();
         }
+        int64_t token = int(row) / spec_.group();
+        int of_group = int(row) % spec_.group();
         for (int r = 0; r < rows; ++r) {
             float* scores = scores_ + r * TILE;
-            const int64_t token = int(row + r) / spec_.group(), own = unit.position + token - start;
-            const int64_t last = seen_to(unit, token) - start;
-            if (biased) add_bias(scores, VECTORS, unit_before_bias, first_head + (row + r) % spec_.group(), own);
+            const int64_t own = unit.position + token - start, last = seen_to(unit, token) - start;
+            if (biased) add_bias(scores, VECTORS, unit_before_bias, first_head + of_group, own);
+            if (++of_group == spec_.group()) of_group = 0, ++token;
             const int64_t oldest = spec_.window ? own - spec_.window + 1 : 0;
             if (last < VECTORS * LANES - 1 || oldest > 0) hide(scores, oldest, last);
-            F32 seen[VECTORS], most = seen[0] = load(scores);
-            for (int j = 1; j < VECTORS; ++j) most = max(seen[j] = load(scores + j * LANES), most);
+            F32 most = load(scores);
+            for (int j = 1; j < VECTORS; ++j) most = max(load(scores + j * LANES), most);
             const float before = largest_[at + r], now = std::max(before, largest(most) * unit_of_score);
             largest_[at + r] = now;
-            const float base = now == -INFINITE ? 0 : now;  // of a row that has seen nothing of its range yet
+            base_[r] = now == -INFINITE ? 0 : now;  // of a row that has seen nothing of its range yet
+            keep_[r] = before - base_[r];  // as a logarithm
+        }
+        for (int r = 0; r < rows; r += LANES) store(keep_ + r, exp2(load(keep_ + r)));
+        // In a loop of its own: the rows' largest scores are chains of instructions that wait for each other.
+        for (int r = 0; r < rows; ++r) {
             F32 weights[ALL_VECTORS];
-            for (int j = 0; j < VECTORS; ++j) weights[j] = Math::exp2_of(fma(seen[j], set(unit_of_score), set(-base)));
+            for (int j = 0; j < VECTORS; ++j)
+                weights[j] = Math::exp2_of(fma(load(scores_ + r * TILE + j * LANES), set(unit_of_score), set(-base_[r])));
             for (int j = VECTORS; j < ALL_VECTORS; ++j) weights[j] = zero();
-            const F32 kept = exp2(set(before - base));
-            keep_[r] = first_lane(kept);
             Math::store_weights(weights_ + r * TILE, weights, ALL_VECTORS);
             for (int half = ALL_VECTORS / 2; half; half /= 2)
                 for (int j = 0; j < half; ++j) weights[j] = add(weights[j], weights[j + half]);
             float* lanes = weight_lanes_ + (at + r) * LANES;
-            store(lanes, fma(load(lanes), kept, weights[0]));
+            store(lanes, fma(load(lanes), set(keep_[r]), weights[0]));
         }
     }
 
@@ -473,7 +479,8 @@ class Attention {
     TileShape shape_;
 #endif
     Rows<Cache> key_, value_;
-    float keep_[BLOCK_ROWS];
+    // Of the rows of a block: what the logarithms of weights count from, what their sums so far are multiplied with.
+    float base_[BLOCK_ROWS], keep_[up_to_multiple(BLOCK_ROWS, LANES)] = {};
     uint32_t *keys_, *values_, *query_, *weights_;
     float *scores_, *weighted_, *sums_, *all_sums_, *weight_lanes_, *largest_, *all_largest_, *all_weights_, *zeros_;
 };

@@ -144,7 +144,7 @@ struct Source {
 template <>
 struct Source<Fp32Math, bf16> {
     static constexpr int PARTS = 2, ELEMENTS = 2 * LANES;
-    static constexpr bool WIDENS = false;
+    static constexpr bool WIDENS = LANES == 8;  // so packing pays: rows of values that lie apart meet in L1's sets
     static I32 dwords(const bf16* p, int64_t i, int64_t n) { return load_pairs(p, i, n); }
     static void columns(const bf16* p, const bf16*, int64_t i, int64_t n, I32* to) {  // even ones, odd ones
         const I32 pairs = dwords(p, i, n);
@@ -236,9 +236,9 @@ MAINSPRING_NOINLINE void pack_keys(
 }
 
 // c[r][:] = c[r][:] * keep[r] + sum over s of a[r][s] * b[s][:], for ROWS rows and COLUMNS vectors; keep null: from zero.
-// A dword of b holds PARTS steps.
+// A dword of b holds PARTS steps. Never inlined: inside `product`, gcc may keep the sums of 3 or 4 rows in memory (seen).
 template <class Math, int PARTS, int ROWS, int COLUMNS>
-inline void product_block(
+MAINSPRING_NOINLINE void product_block(
     const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row, int64_t dwords, float* c, int64_t c_row,
     const float* keep, Ahead& ahead
 ) {
