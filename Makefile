@@ -61,7 +61,7 @@ $(VIDEO_LIBRARIES): constraints.txt | $(DEV)
 demo: $(RUNTIME) ## install, then generate with the embedded model
 	@$(BIN)/mainspring demo
 
-test: $(DEV) ## the fast tier of the tests: some of every room, in about 6 minutes
+test: $(DEV) ## the fast tier of the tests: some of every room, in 5 to 8 minutes
 	$(PYTEST) -m "not slow and not gpu_kernels" --hypothesis-profile quick $(PYTEST_ARGS)
 
 test-slow: $(DEV) ## the tests that are not in the fast tier
