@@ -160,7 +160,7 @@ class Attention {
                 };
                 ahead_.turn_to(value_, now.first, now.count, spec_.value_dim);
                 pack_keys<Math>(key_, now.first, now.count, spec_.key_dim, keys_, ahead_);
-                const bool packed = Of::WIDENS && (to - from) * group > MOST_DIRECT_ROWS;
+                const bool packed = Of::PACKS_VALUES && (to - from) * group > MOST_DIRECT_ROWS;
                 if (packed) {
                     turn_to_next_keys();
                     pack_values<Math>(
@@ -298,6 +298,7 @@ class Attention {
             unit_of_score = 1;
             first_head = (unit.head_begin + base / ((unit.row_end - unit.row_begin) * spec_.group())) * spec_.group();
         }
+        float bases[BLOCK_ROWS];  // what a row's scores count from
         int64_t token = int(row) / spec_.group();
         int of_group = int(row) % spec_.group();
         for (int r = 0; r < rows; ++r) {
@@ -311,15 +312,15 @@ class Attention {
             for (int j = 1; j < VECTORS; ++j) most = max(load(scores + j * LANES), most);
             const float before = largest_[at + r], now = std::max(before, largest(most) * unit_of_score);
             largest_[at + r] = now;
-            base_[r] = now == -INFINITE ? 0 : now;  // of a row that has seen nothing of its range yet
-            keep_[r] = before - base_[r];  // as a logarithm
+            bases[r] = now == -INFINITE ? 0 : now;  // 0: the row has seen nothing of its range yet
+            keep_[r] = before - bases[r];  // as a logarithm
         }
         for (int r = 0; r < rows; r += LANES) store(keep_ + r, exp2(load(keep_ + r)));
-        // In a loop of its own: the rows' largest scores are chains of instructions that wait for each other.
+        // A second loop, because finding the largest score of a row is a chain of instructions that wait for each other.
         for (int r = 0; r < rows; ++r) {
             F32 weights[ALL_VECTORS];
             for (int j = 0; j < VECTORS; ++j)
-                weights[j] = Math::exp2_of(fma(load(scores_ + r * TILE + j * LANES), set(unit_of_score), set(-base_[r])));
+                weights[j] = Math::exp2_of(fma(load(scores_ + r * TILE + j * LANES), set(unit_of_score), set(-bases[r])));
             for (int j = VECTORS; j < ALL_VECTORS; ++j) weights[j] = zero();
             Math::store_weights(weights_ + r * TILE, weights, ALL_VECTORS);
             for (int half = ALL_VECTORS / 2; half; half /= 2)
@@ -350,7 +351,7 @@ class Attention {
                 int(columns_ / LANES), keep_, ahead_
             );
         }
-        with_rows<Of::WIDENS ? MOST_DIRECT_ROWS : BLOCK_ROWS>(rows, [&](auto n) {
+        with_rows<Of::PACKS_VALUES ? MOST_DIRECT_ROWS : BLOCK_ROWS>(rows, [&](auto n) {
             weigh_directly<Math, n.value>(
                 weights_, value_, first, count, spec_.value_dim, (const Cache*)zeros_, sums, columns_, keep_, ahead_
             );
@@ -479,8 +480,7 @@ class Attention {
     TileShape shape_;
 #endif
     Rows<Cache> key_, value_;
-    // Of the rows of a block: what the logarithms of weights count from, what their sums so far are multiplied with.
-    float base_[BLOCK_ROWS], keep_[up_to_multiple(BLOCK_ROWS, LANES)] = {};
+    float keep_[up_to_multiple(BLOCK_ROWS, LANES)] = {};  // what the sums so far of each row of a block are multiplied with
     uint32_t *keys_, *values_, *query_, *weights_;
     float *scores_, *weighted_, *sums_, *all_sums_, *weight_lanes_, *largest_, *all_largest_, *all_weights_, *zeros_;
 };

@@ -2,7 +2,7 @@
 //
 // Scores: one number (or pair of bf16) of each row, broadcast, times a vector of LANES keys: so keys are transposed, into a
 // buffer. Weighted values: a weight (or the weights of two neighbouring keys), broadcast, times a vector along the value's
-// dimension, straight from the cache; where that means widening and there are many rows, values are packed first. Each
+// dimension, straight from the cache; for many rows values are packed first where that pays (PACKS_VALUES). Each
 // result is one chain of sums, over the dimension or over the keys, in ascending order, whichever way its factors came.
 //
 // With AMX both are products of tiles, up to 16 rows and 16 keys or columns at a time. Few rows can't fill them, and what
@@ -134,7 +134,7 @@ inline I32 part_of(I32 dwords, int part) {
 template <class Math, class T>
 struct Source {
     static constexpr int PARTS = 1, ELEMENTS = LANES;
-    static constexpr bool WIDENS = !std::is_same_v<T, float>;
+    static constexpr bool PACKS_VALUES = !std::is_same_v<T, float>;  // for many rows: widened once
     static I32 dwords(const T* p, int64_t i, int64_t n) {
         return bits_of(n - i >= LANES ? load(p + i) : load_n(p + i, int(n - i)));
     }
@@ -144,7 +144,7 @@ struct Source {
 template <>
 struct Source<Fp32Math, bf16> {
     static constexpr int PARTS = 2, ELEMENTS = 2 * LANES;
-    static constexpr bool WIDENS = LANES == 8;  // so packing pays: rows of values that lie apart meet in L1's sets
+    static constexpr bool PACKS_VALUES = LANES == 8;  // in the cache they lie apart and share few sets of L1
     static I32 dwords(const bf16* p, int64_t i, int64_t n) { return load_pairs(p, i, n); }
     static void columns(const bf16* p, const bf16*, int64_t i, int64_t n, I32* to) {  // even ones, odd ones
         const I32 pairs = dwords(p, i, n);
@@ -176,7 +176,7 @@ inline constexpr Fp8Table FP8_AS_BF16;
 template <class T>
 struct Source<Bf16Math, T> {
     static constexpr int PARTS = 1, ELEMENTS = 2 * LANES;
-    static constexpr bool WIDENS = true;  // so to speak: pairs of neighbouring keys
+    static constexpr bool PACKS_VALUES = true;  // pairs of neighbouring keys
     static I32 dwords(const bf16* p, int64_t i, int64_t n) { return load_pairs(p, i, n); }
     static I32 dwords(const fp8* p, int64_t i, int64_t n) {
         const __m256i bytes = n - i >= 32 ? _mm256_loadu_si256((const __m256i*)(p + i))

@@ -257,7 +257,8 @@ class Upcoming {
         : at_(at), apart_(bytes / PLACES / 64 * 64), lines_(ceil_div((int)(apart_ / 64), std::max(1, turns))), end_(at + apart_),
           in_each_half_(in_each_half) {}
 
-    bool in_each_half() const { return in_each_half_; }  // of a panel that is multiplied in halves, or only in the first
+    // Where a panel is multiplied in halves: fetch in both, not only in the first.
+    bool in_each_half() const { return in_each_half_; }
 
     void fetch() {
         if (at_ >= end_) return;
@@ -302,6 +303,7 @@ MAINSPRING_INLINE void multiply_tile(const char* w, size_t panel_bytes, const ch
             for (int v = 0; v < VECS; ++v) store(c + (p * ROWS + r) * PANEL + v * LANES, acc[p][r][v]);
 }
 
+// Whether a tile of so many rows takes a panel half by half.
 constexpr bool in_halves(int rows) { return LANES == 8 && rows >= 3; }
 
 // A whole tile. What AVX2's registers can't hold at once is done in parts that take turns, some steps each: the halves of a
