@@ -68,6 +68,7 @@ def test_a_talk_and_the_status_in_a_browser(server: HttpServer, browser: Browser
         document.getElementById('key').dispatchEvent(new Event('change'));
     """)
     assert browser.until("document.getElementById('model').value")
+    browser.until("before !== null")  # the page has counted tokens once: what follows shows as a rate
     ask = """
         document.getElementById('text').value = %r;
         document.getElementById('ask').requestSubmit();

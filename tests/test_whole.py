@@ -64,9 +64,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", DELTA),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 24, "n_groups": 2, "hidden_size": 64}),
 }
-# A norm makes a long query of a short one, and of its rounding, or a router chooses another expert: errors in half
-# precision scatter from model to model.
-SCATTERED = ("qwen3_next", "qwen3_next_first", "qwen3_5", "ungated_experts", "qwen3_next_experts")
 FAST_MODELS = ("llama", "gemma2", "granite", "many_experts", "ungated")  # models of the fast tier
 LENGTHS = (37, 26)  # both longer than the windows
 SEQUENCES = [
@@ -120,6 +117,14 @@ def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).square().mean().sqrt() / want.std())
 
 
+def typical_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The median over tokens of the error in standard deviations.
+
+    A few tokens are far off in either of two correct computations: rounding makes a router choose another expert.
+    """
+    return float((got - want).square().mean(1).sqrt().median() / want.std())
+
+
 # ------------------------------------------------------------------ which, and what they compute
 
 
@@ -141,7 +146,9 @@ def test_models_of_known_layers_run_as_a_whole(native: NativeBackend, architectu
 
 @pytest.mark.parametrize("name", fast_only(FAST_MODELS, MODELS))
 def test_logits_are_the_model_s_own(native: NativeBackend, name: str) -> None:
-    own = own_logits(build_one(name))
+    exact = build_one(name).double()
+    exact.set_experts_implementation("eager")  # others take no float64
+    own = own_logits(exact)
     got = logits_of(made(native, name), native)
     assert (got - own).abs().max() <= 1e-4 * own.std()
 
@@ -149,11 +156,7 @@ def test_logits_are_the_model_s_own(native: NativeBackend, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *(
-            pytest.param(name, torch.bfloat16, marks=() if name in FAST_MODELS else pytest.mark.slow)
-            for name in MODELS
-            if name not in SCATTERED
-        ),
+        *(pytest.param(name, torch.bfloat16, marks=() if name in FAST_MODELS else pytest.mark.slow) for name in MODELS),
         *((name, torch.float16) for name in ("ungated", "scaled_rows")),
     ],
     ids=str,
@@ -162,8 +165,8 @@ def test_in_half_precision_they_are_as_near_to_the_exact_ones(
     native: NativeBackend, name: str, dtype: torch.dtype
 ) -> None:
     exact = own_logits(build_one(name, dtype).float())
-    error = error_of(logits_of(made(native, name, dtype), native), exact)
-    assert error <= error_of(own_logits(build_one(name, dtype)), exact)
+    error = typical_error(logits_of(made(native, name, dtype), native), exact)
+    assert error <= typical_error(own_logits(build_one(name, dtype)), exact)
 
 
 @pytest.mark.parametrize(
