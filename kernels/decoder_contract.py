@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .contract import Choice, LayerCache
+from .contract import Choice, LayerCache, RowScores
 
 NormT = TypeVar("NormT")
 LinearT = TypeVar("LinearT")
@@ -182,10 +182,13 @@ class DecodeSteps(NamedTuple):
     angles: Sequence[torch.Tensor]  # as in `Decoder.run`, up to the last step's positions
     embedding: Embedding
     scale: float  # of the logits
-    choice: Choice  # of the first step; its positions advance with each step. `Decoder.logits` ignores it
+    choice: Choice
+    """Of the first step, without masks. Its positions advance with each step, and each token chosen is added to the
+    occurrences that its penalties read. `Decoder.logits` ignores it."""
     stops: np.ndarray  # int32 [n, 2]: a row, and a token that ends the row's request
     interrupt: np.ndarray  # int32 [1]; another thread may set it
     state_slots: torch.Tensor | None  # int32 [rows]: of each row's sequence, in a model with recurrent mixers
+    scored: Sequence[tuple[np.ndarray, int]] = ()  # rows, int64 [n], and the `count` of their `RowScores`
 
 
 class Decoder(Protocol):
@@ -235,13 +238,14 @@ class Decoder(Protocol):
         for a model with recurrent mixers: starts, slots and fresh of `contract.Scans`.
         """
 
-    def repeat(self, steps: DecodeSteps, most: int) -> tuple[torch.Tensor, bool]:
+    def repeat(self, steps: DecodeSteps, most: int) -> tuple[torch.Tensor, list[RowScores], bool]:
         """Make at most `most` steps, at least one. No step follows one that chose a token of `DecodeSteps.stops`, nor
         is another one begun while `DecodeSteps.interrupt` is not 0. A token has the bits of `run`'s logits and of
         `Backend.draw`'s choice.
 
         Returns:
-            the tokens chosen, int64 ``[steps, rows]``, and whether one of them is among the stops.
+            the tokens chosen, int64 ``[steps, rows]``; of each group in `DecodeSteps.scored` the scores of its rows in
+            the first step, then in the second, and so on; and whether one of the tokens is among the stops.
         """
 
     def logits(self, steps: DecodeSteps) -> torch.Tensor:

@@ -191,31 +191,39 @@ RULED = [
 
 
 @native
-def test_rules_and_scores_are_those_of_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("requests", "patient"),
+    [((0, 1, 2, 3, 4), (0, 1, 2)), ((0, 1, 4), (0, 1, 4)), ((0, 1, 4), (0, 4))],
+    ids=("rules of the host too", "all patient", "handed out one by one"),
+)
+def test_rules_and_scores_are_those_of_single_steps(
+    monkeypatch: pytest.MonkeyPatch, requests: tuple[int, ...], patient: tuple[int, ...]
+) -> None:
     core, handed = core_of(Path(__file__).parents[1] / "demo" / "model"), list[dict[int, Outputs]]()
     core.hand_out(handed.append)
     plans = watch(core, monkeypatch)
 
-    def told(seconds: float) -> dict[int, list[Any]]:
-        """What the frontend is told of each request."""
+    def told(seconds: float) -> dict[int, tuple[list[int], list[list[float]], list[Any]]]:
+        """What the frontend is told of each request: tokens, log probabilities, and the end."""
         monkeypatch.setattr(several_steps, "MOST_SECONDS", seconds)
         core.scheduler.reset_prefix_cache()
         core.connect(0)
-        for handle, sampling in enumerate(RULED):
-            core.add_request(0, AddRequest(handle, "", list(range(70, 75 + 9 * handle)), sampling, patient=handle < 3))
+        for handle in requests:
+            prompt = list(range(70, 75 + 9 * handle))
+            core.add_request(0, AddRequest(handle, "", prompt, RULED[handle], patient=handle in patient))
         while core.has_work:
             handed.append(core.step())
         core.disconnect(0)
-        found: dict[int, list[Any]] = {handle: [] for handle in range(len(RULED))}
+        found: dict[int, Any] = {handle: ([], [], []) for handle in requests}
         for out in (outputs[0] for outputs in handed if outputs):
             for handle, token in zip(out.handles, out.token_ids, strict=True):
-                found[handle].append(token)
+                found[handle][0].append(token)
             for scores in out.logprobs:
                 rows = np.frombuffer(scores.logprobs, np.float32).reshape(len(scores.rows), -1)
                 for row, logprobs in zip(scores.rows, rows.tolist(), strict=True):
-                    found[out.handles[row]].append(logprobs)
+                    found[out.handles[row]][1].append(logprobs)
             for finished in out.finished:
-                found[finished.handle].append((finished.reason, finished.stop_token))
+                found[finished.handle][2].append((finished.reason, finished.stop_token))
         handed.clear()
         return found
 
@@ -223,11 +231,11 @@ def test_rules_and_scores_are_those_of_single_steps(monkeypatch: pytest.MonkeyPa
     plans.clear()
     assert told(1e9) == one
     assert max(most for most, _ in plans) > 20, "no plan had several steps"
-    assert one[2][-1][0] == "stop", "the grammar ended no request"
-    assert one[0][-1] == ("length", None)
-    assert len(one[0]) == 31
-    assert sum(isinstance(x, list) and len(x) == 4 for x in one[1]) == 25
-    assert sum(isinstance(x, list) and len(x) == 1 for x in one[4]) == 30
+    assert (max(made for _, made in plans) > 10) == (requests == patient), "one result of several steps"
+    assert 2 not in one or one[2][2][0][0] == "stop", "the grammar ended no request"
+    assert one[0][1:] == ([], [("length", None)])
+    assert [len(one[handle][0]) for handle in (0, 1, 4)] == [30, 25, 30]
+    assert [list(map(len, one[handle][1])) for handle in (1, 4)] == [[4] * 25, [1] * 30]
 
 
 @native

@@ -11,7 +11,7 @@ import numpy as np
 from ...ipc.messages import Adapter, AddRequest, MediaItem, Sampling
 from .step import NewSequence, SequenceMedia
 
-MOST_LOGPROBS = 32  # per token of a request that speculates, because one step returns them for several tokens
+MOST_LOGPROBS = 32  # per token of a request of which one result may have several tokens
 
 
 class LoRAName(NamedTuple):
@@ -158,13 +158,11 @@ class Request:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each token of the request is chosen from the logits alone, without rules, and nothing else is wanted
-        of them."""
+        """Whether the kernels alone can choose several tokens of the request, one after another: penalties and log
+        probabilities are a part of the choice, all other rules are the host's."""
         asked = self.sampling
-        ruled = (
-            asked.logit_bias or asked.allowed_token_ids or asked.bad_words or asked.min_tokens or asked.logprobs >= 0
-        )
-        return not (ruled or self.looks_back or asked.is_penalised or self.pooling)
+        ruled = asked.logit_bias or asked.allowed_token_ids or asked.bad_words or asked.min_tokens
+        return not (ruled or self.looks_back or self.pooling or asked.logprobs > MOST_LOGPROBS)
 
     @property
     def may_speculate(self) -> bool:

@@ -67,7 +67,7 @@ def take_in_several(state: SchedulerState, step: Step, result: StepResult) -> No
     publish(state, slots, at[-1])
     state.meter.tokens_came(state.clock(), tokens.size, len(slots), 0)
     handles, frontends = (np.tile(column[slots], count) for column in (rows.handle, rows.frontend))
-    scores = [of_kept(one, alive) for one in result.logprobs]
+    scores = [of_kept(one, np.tile(alive, count)) for one in result.logprobs]
     state.outbox.put_tokens(handles, frontends, tokens.reshape(-1), scores)
     end_complete(state, slots, at[-1], tokens[-1])
     if not result.more:

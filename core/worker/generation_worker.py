@@ -258,9 +258,10 @@ class GenerationWorker(LocalWorker):
                     sampled, stopped = steps.make_ruled()
                     result = replace(_result(plan, sampled, None), first=first)
                 else:
-                    tokens, stopped = steps.make(1 if plan.apart else plan.num_steps - first)
-                    computed = np.full(len(plan.slots), len(tokens), np.int32)
-                    result = StepResult(plan.id, computed, tokens.reshape(-1), first=first, num_steps=len(tokens))
+                    tokens, scores, stopped = steps.make(1 if plan.apart else plan.num_steps - first)
+                    count, computed = len(tokens), np.full(len(plan.slots), len(tokens), np.int32)
+                    tokens = tokens.reshape(-1)
+                    result = StepResult(plan.id, computed, tokens, logprobs=scores, first=first, num_steps=count)
             if not done:
                 result = replace(result, encoded=encoded)
             done += result.num_steps

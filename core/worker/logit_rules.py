@@ -279,11 +279,14 @@ class LogitRules:
     def in_draw(self, step: Choosing) -> Choice:
         """The rules that act as a part of the draw, after `apply`: masks and penalties."""
         slots = step.slots.tolist()
-        masked, penalized = self._masks.rows_of(slots), self._penalties.rows_of(slots)
-        return Choice(
-            masks=self._masks.masks(masked, step) if masked else None,
-            penalties=self._penalties.penalties(penalized) if penalized else None,
-        )
+        masked = self._masks.rows_of(slots)
+        masks = self._masks.masks(masked, step) if masked else None
+        return self.penalized(slots)._replace(masks=masks)
+
+    def penalized(self, slots: list[int]) -> Choice:
+        """The penalties of `slots`."""
+        rows = self._penalties.rows_of(slots)
+        return Choice(penalties=self._penalties.penalties(rows) if rows else None)
 
     def check(self, changed: torch.Tensor, choice: Choice, tokens: torch.Tensor, step: Choosing) -> None:
         """End the requests that are left no token. The draw has then chosen one that a rule forbids: `tokens`, int64

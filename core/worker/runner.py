@@ -23,7 +23,7 @@ from ..model.run.attention import StepAttention
 from ..model.run.paged_model import PagedModel
 from ..parallel.homes import Homes, part_of, places_of_wanted
 from ..parallel.parallel_backend import ParallelBackend, adapters_of
-from ..plan.step import IN_FLIGHT, MOST_GUESS_ROWS, NewSequence, StepPlan
+from ..plan.step import IN_FLIGHT, MOST_GUESS_ROWS, NewSequence, Scores, StepPlan
 from .backends import backends_for
 from .device import TURNS, Mark, Tokens, device_for, tensor_of
 from .kv_layout import KVLayout
@@ -53,15 +53,20 @@ class RepeatedSteps(NamedTuple):
     slots: np.ndarray  # int64 [rows]
     turn: int
 
-    def make(self, most: int) -> tuple[np.ndarray, bool]:
+    def make(self, most: int) -> tuple[np.ndarray, list[Scores], bool]:
         """Make at most so many further steps; see `Decoder.repeat`."""
-        tokens, stopped = self.decoder.repeat(self.steps, most)
+        tokens, found, stopped = self.decoder.repeat(self.steps, most)
         self.sampler.made_steps(tokens, self.slots)
-        return tokens.numpy(), stopped
+        firsts = np.arange(tokens.numel(), step=len(self.slots))[:, None]
+        scores = [
+            Scores((firsts + rows).ravel(), *(column.numpy() for column in one))
+            for (rows, _), one in zip(self.steps.scored, found, strict=True)
+        ]
+        return tokens.numpy(), scores, stopped
 
     @torch.inference_mode()
     def make_ruled(self) -> tuple[Sampled, bool]:
-        """Make one further step, whose tokens are chosen by rules. Returns also whether a request can't go on."""
+        """Make one further step, whose tokens the host's rules choose. Returns also whether a request can't go on."""
         logits, stops = self.decoder.logits(self.steps), self.steps.stops
         launched = Launched(logits, self.slots, self.steps.positions.numpy().copy(), self.turn, [])
         sampled = self.sampler.sample(launched)
@@ -249,11 +254,11 @@ class ModelRunner:
             tables = torch.from_numpy(self.inputs.tables[group, slots, :columns])
             kinds.append((attention[calls[0]].plan, tables))
         ids = self._with_last_tokens(self.inputs.ids.device[:count], count)
-        choice = self._sampler.begin_steps(slots, starts + 1, self._turn)
+        choice, scored = self._sampler.begin_steps(slots, starts + 1, self._turn)
         first = self.inputs.positions(count)[0].clone()
         states = None if self.model.states is None else torch.from_numpy(1 + plan.slots.astype(np.int32))
         steps = whole.repeat(ids, first, kinds, kind_of_layer, choice, plan.stops, interrupt, states, plan.num_steps)
-        return RepeatedSteps(whole.decoder, self._sampler, steps, slots, self._turn)
+        return RepeatedSteps(whole.decoder, self._sampler, steps._replace(scored=scored), slots, self._turn)
 
     @property
     def repeats(self) -> bool:

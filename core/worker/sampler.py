@@ -125,13 +125,16 @@ class Sampler:
         tokens_out = self._device.download(tokens)
         return Sampled(tokens_out, scores, prompts, choosing.errors, choosing.complete, launched.experts)
 
-    def begin_steps(self, slots: np.ndarray, positions: np.ndarray, turn: int) -> Choice:
-        """How the tokens of several steps are chosen, for slots without rules and log probabilities. positions: of the
-        first tokens."""
-        return self._draws(Choice(), slots, positions, turn)
+    def begin_steps(
+        self, slots: np.ndarray, positions: np.ndarray, turn: int
+    ) -> tuple[Choice, list[tuple[np.ndarray, int]]]:
+        """`DecodeSteps.choice` and `DecodeSteps.scored`, without the rules of the host. positions: of the first
+        tokens."""
+        choice = self._draws(self._rules.penalized(slots.tolist()), slots, positions, turn)
+        return choice, [(rows, count) for rows, _, count in self._groups(slots)]
 
     def made_steps(self, tokens: torch.Tensor, slots: np.ndarray) -> None:
-        """The tokens that such steps chose: int64 ``[steps, rows]``."""
+        """The tokens that `Decoder.repeat` chose: int64 ``[steps, rows]``."""
         self.last_tokens[torch.from_numpy(slots)] = tokens[-1]
 
     def follow(self, slots: np.ndarray, tokens: np.ndarray) -> None:

@@ -7,10 +7,11 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from .. import host_memory
-from ..contract import LayerCache, each_expert
+from ..contract import LayerCache, RowScores, each_expert
 from ..decoder_contract import (
     NF4,
     AttentionMixer,
@@ -25,7 +26,7 @@ from ..decoder_contract import (
     QuantizedWeight,
 )
 from ..reference.reference_backend import ReferenceBackend
-from .choice import NO_TENSOR, choice_words
+from .choice import NO_TENSOR, NOT_SCORED, choice_words, scoring
 from .mixer import NO_MIXER, NO_NORM, Form, in_fp32, mixer_words, norm_words
 from .weights import GATE, PackedExperts, PanelWeight, give_back_rest, linear, pack, pack_quantized
 
@@ -149,17 +150,30 @@ class NativeDecoder:
         )  # fmt: skip
         return out
 
-    def repeat(self, steps: DecodeSteps, most: int) -> tuple[torch.Tensor, bool]:
+    def repeat(self, steps: DecodeSteps, most: int) -> tuple[torch.Tensor, list[RowScores], bool]:
         chosen, stopped = torch.empty(most, len(steps.ids), dtype=torch.int64), ctypes.c_int64(0)
-        made = self._make(steps, most, chosen.data_ptr(), ctypes.addressof(stopped))
-        return chosen[:made], bool(stopped.value)
+        found, table = scoring([(rows, min(count, self._vocab)) for rows, count in steps.scored], most)
+        made = self._make(steps, most, chosen.data_ptr(), ctypes.addressof(stopped), scored=table)
+        of_made = [
+            RowScores(*(column[: made * len(rows)] for column in one))
+            for (rows, _), one in zip(steps.scored, found, strict=True)
+        ]
+        return chosen[:made], of_made, bool(stopped.value)
 
     def logits(self, steps: DecodeSteps) -> torch.Tensor:
         logits = torch.empty(len(steps.ids), self._vocab, dtype=self._dtype)
         self._make(steps, 1, logits=logits.data_ptr())
         return logits
 
-    def _make(self, steps: DecodeSteps, most: int, chosen: int = 0, stopped: int = 0, logits: int = 0) -> int:
+    def _make(
+        self,
+        steps: DecodeSteps,
+        most: int,
+        chosen: int = 0,
+        stopped: int = 0,
+        logits: int = 0,
+        scored: np.ndarray = NOT_SCORED,
+    ) -> int:
         weight = steps.embedding.weight
         table, rows = (
             (weight.data_ptr(), _NO_LINEAR) if isinstance(weight, torch.Tensor) else (0, (*_packed(weight), 0))
@@ -174,7 +188,8 @@ class NativeDecoder:
             _REPEAT.pack(
                 len(steps.ids), torch.get_num_threads(), most, steps.ids.data_ptr(), steps.positions.data_ptr(),
                 len(steps.kinds), *map(ctypes.addressof, arrays),
-                table, *rows, first, second, steps.scale, logits, *NO_TENSOR, *choice.words, *NO_TENSOR,
+                table, *rows, first, second, steps.scale, logits, *NO_TENSOR, *choice.words,
+                0, 0, 0, len(scored) // most, scored.ctypes.data,
                 len(steps.stops), steps.stops.ctypes.data, steps.interrupt.ctypes.data, chosen, stopped,
                 0 if steps.state_slots is None else steps.state_slots.data_ptr(),
             ),

@@ -17,7 +17,7 @@ from ..contract import AttentionSpec, Backend, Choice, LayerCache, PagedBatch, R
 from ..decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
 from ..reference.reference_backend import ReferenceBackend
 from .build import function, load
-from .choice import choice_words
+from .choice import choice_words, scoring
 from .decoder import ACTIVATIONS, DTYPES, NativeDecoder, cache_view
 from .native_scans import NativeScans
 from .weights import DTYPES as PLAIN
@@ -225,13 +225,8 @@ class NativeBackend(Backend):
         """One call. Scores are not copied, except one row at a time to memory of the thread that chooses its token."""
         scores, logits, chosen = readable(scores), readable(logits), torch.empty(len(scores), dtype=torch.int64)
         words = choice_words(choice)
-        found, tables = [], [np.empty((0, 5), np.int64)]
-        for rows, count in groups:
-            at = np.arange(len(scores)) if rows is None else rows.numpy()
-            one, table = _scoring(at, min(count, logits.shape[1]))
-            found.append(one)
-            tables.append(table)
-        scored = np.concatenate(tables)
+        every, vocab = np.arange(len(scores)), logits.shape[1]
+        found, scored = scoring([(every if at is None else at.numpy(), min(count, vocab)) for at, count in groups])
         self._choose(
             scores.data_ptr(), DTYPES[scores.dtype], *scores.shape, scores.stride(0),
             *words.words,
@@ -243,7 +238,7 @@ class NativeBackend(Backend):
     def score(self, logits: torch.Tensor, tokens: torch.Tensor, count: int) -> RowScores:
         """Of equally likely tokens the lowest ids are taken."""
         logits, tokens = readable(logits), tokens.contiguous()
-        found, table = _scoring(np.arange(len(logits)), min(count, logits.shape[1]))
+        (found,), table = scoring([(np.arange(len(logits)), min(count, logits.shape[1]))])
         self._score(
             logits.data_ptr(), DTYPES[logits.dtype], *logits.shape, logits.stride(0), tokens.data_ptr(),
             table.ctypes.data, torch.get_num_threads(),
@@ -264,18 +259,6 @@ class NativeBackend(Backend):
             out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
-
-
-def _scoring(rows: np.ndarray, count: int) -> tuple[RowScores, np.ndarray]:
-    """Memory for the scores of rows ``[n]``, and sample.h's Scoring of each, int64 ``[n, 5]``."""
-    places = np.arange(len(rows))
-    ids = torch.empty(len(rows), 1 + count, dtype=torch.int32)
-    found = RowScores(ids, torch.empty(ids.shape), torch.empty(len(rows), dtype=torch.int32))
-    table = np.empty((len(rows), 5), np.int64)
-    table[:, 0], table[:, 1] = rows, count
-    for column, x in enumerate(found, 2):
-        table[:, column] = x.data_ptr() + places * x.stride(0) * x.itemsize
-    return found, table
 
 
 def _heads(x: torch.Tensor) -> tuple[int, ...]:

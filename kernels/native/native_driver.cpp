@@ -290,6 +290,13 @@ std::vector<std::vector<char>> decode(Dtype dtype, WeightKind kind, Dtype cache_
     const int64_t seeds[ROWS] = {7, 8}, kind_of_layer[] = {0, 1, 0};
     const bool sampled[ROWS] = {false, true};
     const int32_t stops[] = {1, -1}, interrupt = 0;
+    const int64_t penalized[] = {1}, of_counts[] = {0};
+    const Penalties penalties[] = {{1.5f, 0.25f, 0.5f}};
+    std::vector<int32_t> counts(VOCAB);
+    int32_t likeliest[3 * 3], ranks[3];  // of row 1: its token, and two more
+    float logprobs[3 * 3];
+    std::vector<Scoring> scored;
+    for (int i = 0; i < 3; ++i) scored.push_back({1, 2, likeliest + 3 * i, logprobs + 3 * i, ranks + i});
     std::vector<int32_t> qo = {0, 1, 2}, kv = {0, 1, 2}, first = {1, 2}, last = {1, 1}, table;
     for (int i = 0; i < ROWS * COLUMNS; ++i) table.push_back(1 + i);
     std::vector<RepeatedKind> kinds;
@@ -305,6 +312,9 @@ std::vector<std::vector<char>> decode(Dtype dtype, WeightKind kind, Dtype cache_
     RepeatOf steps = {ROWS, threads, 3, tokens, positions, 2, kinds.data(), kind_of_layer, angles};
     steps.embedding = {nullptr, model.of.head, {2, 1}}, steps.scale = 0.5;
     steps.choice.sampled = sampled, steps.choice.seeds = seeds, steps.choice.places = places;
+    steps.choice.num_penalized = 1, steps.choice.penalized_rows = penalized, steps.choice.counts = counts.data();
+    steps.choice.at = of_counts, steps.choice.penalties = penalties;
+    steps.choice.num_scored = 1, steps.choice.scored = scored.data();
     steps.num_stops = 1, steps.stops = stops, steps.interrupt = &interrupt, steps.chosen = chosen, steps.stopped = &stopped;
     const int64_t made = mainspring_decoder_repeat(decoder, (const int64_t*)&steps);
     steps.most = 1, steps.logits = out.bytes.get();
@@ -312,6 +322,9 @@ std::vector<std::vector<char>> decode(Dtype dtype, WeightKind kind, Dtype cache_
         std::puts("repeat"), std::exit(1);
     for (int64_t token : chosen)
         if (token < 0 || token >= VOCAB) std::puts("repeat: no token"), std::exit(1);
+    for (int i = 0; i < 3; ++i)
+        if (likeliest[3 * i] != chosen[2 * i + 1] || ranks[i] < 1 || !(logprobs[3 * i] <= 0) || !counts[chosen[2 * i + 1]])
+            std::puts("repeat: scores or occurrences"), std::exit(1);
     out.must_be_finite("repeat");
     results.emplace_back((char*)chosen, (char*)(chosen + 3 * ROWS));
     results.emplace_back(out.bytes.get(), out.bytes.get() + out.n * size_of(dtype));

@@ -32,7 +32,7 @@ struct RepeatOf {
     EmbeddingOf embedding;
     double scale;  // of logits
     void* logits;  // [rows, vocab] of the model's dtype: those of one step, of which no token is chosen; null: choose
-    Choice choice;  // with `places`, but without scores
+    Choice choice;  // with `places`, but without scores; its counts grow. scored: [most, num_scored]
     int64_t num_stops;
     const int32_t* stops;  // [num_stops, 2]: a row and a token that ends the row's request, so no step follows
     const volatile int32_t* interrupt;  // no step follows if this is not 0
@@ -151,6 +151,9 @@ class Repeated {
             of_.tokens[row] = chosen[row];
             if (choice_.places) ++((int64_t*)choice_.places)[row];
         }
+        for (int64_t i = 0; i < choice_.num_penalized; ++i)
+            ++((int32_t*)choice_.counts)[choice_.at[i] * choice_.vocab + chosen[choice_.penalized_rows[i]]];
+        choice_.scored += choice_.num_scored;
         for (int64_t i = 0; i < of_.num_stops; ++i)
             if (chosen[of_.stops[2 * i]] == of_.stops[2 * i + 1]) *of_.stopped = 1;
         more_ = done_ < of_.most && !*of_.stopped && !*of_.interrupt;
