@@ -280,7 +280,7 @@ class LayeredDecoder:
     def run(self, *_: Any, **__: Any) -> torch.Tensor:
         raise NotImplementedError
 
-    def repeat(self, *_: Any, **__: Any) -> tuple[torch.Tensor, bool]:
+    def repeat(self, *_: Any, **__: Any) -> tuple[torch.Tensor, list[RowScores], bool]:
         raise NotImplementedError
 
     def logits(self, *_: Any, **__: Any) -> torch.Tensor:
