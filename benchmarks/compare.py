@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 from safetensors import safe_open
@@ -55,7 +55,7 @@ big = torch.randn(64 << 20)
 print(json.dumps([2 * 1024 * 1024 * 6144 / min(map(best, products)), 4 * big.numel() / best(lambda: big.sum())]))
 """
 
-Run = dict[str, Any]  # the output of driver.py, `of_limit`, and the machine's rates before the run
+Run = dict[str, Any]  # the output of driver.py, `of_limit`, and the machine's rates: the mean of before and after
 Round = dict[str, Run]  # by engine
 
 
@@ -111,7 +111,7 @@ def run(engine: str, workload_name: str) -> Run | None:
     """Run one fresh process; if it fails, print the reason and return None."""
     own = CACHE / "peers" / engine / "bin" / "python"
     python = own if own.exists() else Path(sys.executable)
-    machine, why = measure_machine(), ""
+    before, why = measure_machine(), ""
     with tempfile.TemporaryDirectory() as folder:
         result, said = Path(folder) / "result", Path(folder) / "said"
         model = MODELS / WORKLOADS[workload_name].model
@@ -131,6 +131,7 @@ def run(engine: str, workload_name: str) -> Run | None:
     if why or not text:
         print(f"{workload_name}: {engine} did not run: {why or 'no result'}", file=sys.stderr, flush=True)
         return None
+    machine = Machine(*map(mean, zip(before, measure_machine(), strict=True)))
     measured: Run = {**json.loads(text), **machine._asdict()}
     bf16 = "-int" not in engine  # the limit is for bf16 weights
     took = measured["time_s"] - (measured["prompt_s"] or 0)
