@@ -158,10 +158,10 @@ def profile(workload_name: str, options: dict[str, Any]) -> tuple[str, float]:
 
         def make(most: int) -> Any:
             began = time.perf_counter()
-            tokens, stopped = begun.make(most)
+            tokens, scores, stopped = begun.make(most)
             clock.spent["forward"] += time.perf_counter() - began
             steps_run.extend(replace(plan, starts=plan.starts + step) for step in range(len(tokens)))
-            return tokens, stopped
+            return tokens, scores, stopped
 
         return SimpleNamespace(make=make)  # greedy requests have no rules
 
