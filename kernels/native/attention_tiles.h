@@ -20,6 +20,7 @@
 #include "amx.h"
 #include "attention_plan.h"
 #include "dtypes.h"
+#include "six_rows.h"
 
 #define UNROLLED _Pragma("GCC unroll 16")  // or gcc keeps arrays in memory rather than in registers (seen: half the speed)
 
@@ -235,6 +236,27 @@ MAINSPRING_NOINLINE void pack_keys(
     }
 }
 
+#if MAINSPRING_AVX2
+// `product_block` of six rows by two vectors, where a dword of b is a pair of bf16.
+MAINSPRING_INLINE void product_of_six(
+    const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row, int64_t dwords, float* c, int64_t c_row,
+    const float* keep
+) {
+#define MAINSPRING_ROWS(at) \
+    MAINSPRING_ROW(a, at "(%[x])") MAINSPRING_ROW(b, at "(%[x],%[row])") MAINSPRING_ROW(c, at "(%[x],%[row],2)") \
+    MAINSPRING_ROW(d, at "(%[x3])") MAINSPRING_ROW(e, at "(%[x3],%[row])") MAINSPRING_ROW(f, at "(%[x3],%[row],2)")
+    SixRows sums([&](int r, int j) { return keep ? mul(load(c + r * c_row + j * LANES), set(keep[r])) : zero(); });
+    const I32 mask = iset((int)0xffff0000);
+    for (int64_t s = 0; s < dwords; ++s, a += 2, b += b_row)
+        asm(MAINSPRING_PAIRS("(%[w])", "32(%[w])", MAINSPRING_ROWS(""), MAINSPRING_ROWS("4"))
+            : MAINSPRING_SIX_ROWS(sums)
+            : [mask] "x"(mask), [w] "r"(b), [x] "r"(a), [x3] "r"(a + 3 * a_row), [row] "r"(a_row * sizeof(*a))
+            : MAINSPRING_SIX_ROWS_CLOBBERS, "memory");
+    sums.store_to(c, c_row);
+#undef MAINSPRING_ROWS
+}
+#endif
+
 // c[r][:] = c[r][:] * keep[r] + sum over s of a[r][s] * b[s][:], for ROWS rows and COLUMNS vectors; keep null: from zero.
 // A dword of b holds PARTS steps. Never inlined: inside `product`, gcc may keep the sums of 3 or 4 rows in memory (seen).
 template <class Math, int PARTS, int ROWS, int COLUMNS>
@@ -242,6 +264,10 @@ MAINSPRING_NOINLINE void product_block(
     const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row, int64_t dwords, float* c, int64_t c_row,
     const float* keep, Ahead& ahead
 ) {
+#if MAINSPRING_AVX2
+    if constexpr (PARTS == 2 && ROWS == 6 && COLUMNS == 2)
+        return product_of_six(a, a_row, b, b_row, dwords, c, c_row, keep);
+#endif
     // Of b, as many vectors at a time as there are registers left.
     constexpr int WIDE = LANES == 16 ? COLUMNS : ROWS <= 2 ? 1 : std::min(2, COLUMNS);
     F32 sums[ROWS][COLUMNS];

@@ -30,6 +30,7 @@
 
 #include "amx.h"
 #include "functions.h"
+#include "six_rows.h"
 
 namespace mainspring {
 
@@ -275,18 +276,55 @@ class Upcoming {
     bool in_each_half_ = false;
 };
 
+#if MAINSPRING_AVX2
+// What Bf16Shift::step makes of six rows and half a panel, for `lines` lines of x.
+MAINSPRING_INLINE void multiply_six(const char* w, const char* x, int lines, float* c, bool first, Upcoming& ahead) {
+#define MAINSPRING_X(row, word) "64*" #row "+4*" #word "(%[x])"
+#define MAINSPRING_ROWS(word) \
+    MAINSPRING_ROW(a, MAINSPRING_X(0, word)) MAINSPRING_ROW(b, MAINSPRING_X(1, word)) MAINSPRING_ROW(c, MAINSPRING_X(2, word)) \
+    MAINSPRING_ROW(d, MAINSPRING_X(3, word)) MAINSPRING_ROW(e, MAINSPRING_X(4, word)) MAINSPRING_ROW(f, MAINSPRING_X(5, word))
+#define MAINSPRING_STEP(step, even, odd) \
+    MAINSPRING_PAIRS("128*" #step "(%[w])", "128*" #step "+32(%[w])", MAINSPRING_ROWS(even), MAINSPRING_ROWS(odd))
+    SixRows sums([&](int row, int v) { return first ? zero() : load(c + row * PANEL + v * LANES); });
+    const I32 mask = iset((int)0xffff0000);
+    for (int line = 0; line < lines; ++line, x += 6 * 64)
+        for (int half = 0; half < 2; ++half, w += 4 * Bf16Shift::STEP_BYTES) {
+            ahead.fetch();
+            const char* words = x + 32 * half;
+            asm(MAINSPRING_STEP(0, 0, 1) MAINSPRING_STEP(1, 2, 3) MAINSPRING_STEP(2, 4, 5) MAINSPRING_STEP(3, 6, 7)
+                : MAINSPRING_SIX_ROWS(sums)
+                : [mask] "x"(mask), [w] "r"(w), [x] "r"(words), "m"(*(const char(*)[4 * Bf16Shift::STEP_BYTES])w),
+                  "m"(*(const char(*)[5 * 64 + 32])words)
+                : MAINSPRING_SIX_ROWS_CLOBBERS);
+        }
+    sums.store_to(c, PANEL);
+#undef MAINSPRING_STEP
+#undef MAINSPRING_ROWS
+#undef MAINSPRING_X
+}
+#endif
+
 // c[PANELS][ROWS][32] (+)= x[ROWS][steps] * w[PANELS][steps][32], x packed, panels `panel_bytes` apart. Adds to what c holds
 // unless this is the first block of K. VECS vectors of each row, of which w and c are the first. Every 4 steps are a turn of
 // `ahead`.
 template <class Kind, int ROWS, int PANELS, int VECS = VECTORS>
 MAINSPRING_INLINE void multiply_tile(const char* w, size_t panel_bytes, const char* x, int steps, float* c, bool first,
                                      Upcoming& ahead) {
+    constexpr int per_line = LINE / Kind::X_WORDS;
+#if MAINSPRING_AVX2
+    if constexpr (std::is_same_v<Kind, Bf16Shift> && ROWS == 6 && VECS == 2) {
+        const int lines = steps / per_line;
+        multiply_six(w, x, lines, c, first, ahead);
+        w += (size_t)lines * per_line * Kind::STEP_BYTES, x += (size_t)lines * ROWS * 64, steps -= lines * per_line;
+        if (!steps) return;
+        first = false;
+    }
+#endif
     F32 acc[PANELS][ROWS][VECS];
     for (int p = 0; p < PANELS; ++p)
         for (int r = 0; r < ROWS; ++r)
             for (int v = 0; v < VECS; ++v) acc[p][r][v] = first ? zero() : load(c + (p * ROWS + r) * PANEL + v * LANES);
 
-    constexpr int per_line = LINE / Kind::X_WORDS;
     for (; steps >= per_line; steps -= per_line, x += ROWS * 64)
         for (int word = 0; word < LINE; word += 4 * Kind::X_WORDS) {  // 4 steps at a time: enough to hide the loop
             ahead.fetch();
