@@ -277,28 +277,38 @@ class Upcoming {
 };
 
 #if MAINSPRING_AVX2
-// What Bf16Shift::step makes of six rows and half a panel, for `lines` lines of x.
+// What steps of bf16 or fp32 make of six rows and half a panel, for `lines` lines of x. (fp16 gains nothing: to widen it takes
+// the time.)
+template <class Kind>
 MAINSPRING_INLINE void multiply_six(const char* w, const char* x, int lines, float* c, bool first, Upcoming& ahead) {
 #define MAINSPRING_X(row, word) "64*" #row "+4*" #word "(%[x])"
 #define MAINSPRING_ROWS(word) \
     MAINSPRING_ROW(a, MAINSPRING_X(0, word)) MAINSPRING_ROW(b, MAINSPRING_X(1, word)) MAINSPRING_ROW(c, MAINSPRING_X(2, word)) \
     MAINSPRING_ROW(d, MAINSPRING_X(3, word)) MAINSPRING_ROW(e, MAINSPRING_X(4, word)) MAINSPRING_ROW(f, MAINSPRING_X(5, word))
-#define MAINSPRING_STEP(step, even, odd) \
+#define MAINSPRING_PAIR(step, even, odd) \
     MAINSPRING_PAIRS("128*" #step "(%[w])", "128*" #step "+32(%[w])", MAINSPRING_ROWS(even), MAINSPRING_ROWS(odd))
+#define MAINSPRING_FP32(step) \
+    "vmovups 128*" #step "(%[w]), %%ymm13\n vmovups 128*" #step "+32(%[w]), %%ymm14\n" MAINSPRING_ROWS(step)
+#define MAINSPRING_STEPS(text) \
+    asm(text : MAINSPRING_SIX_ROWS(sums) \
+        : [mask] "x"(mask), [w] "r"(w), [x] "r"(words), "m"(*(const char(*)[4 * Kind::STEP_BYTES])w), \
+          "m"(*(const char(*)[5 * 64 + 16 * Kind::X_WORDS])words) \
+        : MAINSPRING_SIX_ROWS_CLOBBERS)
     SixRows sums([&](int row, int v) { return first ? zero() : load(c + row * PANEL + v * LANES); });
     const I32 mask = iset((int)0xffff0000);
     for (int line = 0; line < lines; ++line, x += 6 * 64)
-        for (int half = 0; half < 2; ++half, w += 4 * Bf16Shift::STEP_BYTES) {
+        for (int word = 0; word < LINE; word += 4 * Kind::X_WORDS, w += 4 * Kind::STEP_BYTES) {
             ahead.fetch();
-            const char* words = x + 32 * half;
-            asm(MAINSPRING_STEP(0, 0, 1) MAINSPRING_STEP(1, 2, 3) MAINSPRING_STEP(2, 4, 5) MAINSPRING_STEP(3, 6, 7)
-                : MAINSPRING_SIX_ROWS(sums)
-                : [mask] "x"(mask), [w] "r"(w), [x] "r"(words), "m"(*(const char(*)[4 * Bf16Shift::STEP_BYTES])w),
-                  "m"(*(const char(*)[5 * 64 + 32])words)
-                : MAINSPRING_SIX_ROWS_CLOBBERS);
+            const char* words = x + 4 * word;
+            if constexpr (std::is_same_v<Kind, Bf16Shift>)
+                MAINSPRING_STEPS(MAINSPRING_PAIR(0, 0, 1) MAINSPRING_PAIR(1, 2, 3) MAINSPRING_PAIR(2, 4, 5) MAINSPRING_PAIR(3, 6, 7));
+            else
+                MAINSPRING_STEPS(MAINSPRING_FP32(0) MAINSPRING_FP32(1) MAINSPRING_FP32(2) MAINSPRING_FP32(3));
         }
     sums.store_to(c, PANEL);
-#undef MAINSPRING_STEP
+#undef MAINSPRING_STEPS
+#undef MAINSPRING_FP32
+#undef MAINSPRING_PAIR
 #undef MAINSPRING_ROWS
 #undef MAINSPRING_X
 }
@@ -312,9 +322,9 @@ MAINSPRING_INLINE void multiply_tile(const char* w, size_t panel_bytes, const ch
                                      Upcoming& ahead) {
     constexpr int per_line = LINE / Kind::X_WORDS;
 #if MAINSPRING_AVX2
-    if constexpr (std::is_same_v<Kind, Bf16Shift> && ROWS == 6 && VECS == 2) {
+    if constexpr (ROWS == 6 && VECS == 2 && !std::is_same_v<Kind, Fma<fp16>>) {
         const int lines = steps / per_line;
-        multiply_six(w, x, lines, c, first, ahead);
+        multiply_six<Kind>(w, x, lines, c, first, ahead);
         w += (size_t)lines * per_line * Kind::STEP_BYTES, x += (size_t)lines * ROWS * 64, steps -= lines * per_line;
         if (!steps) return;
         first = false;
