@@ -212,15 +212,18 @@ struct KindOf<bf16> {
 
 // ---------------------------------------------------------------- packing x
 
-// Rows are dealt into tiles of nearly equal size: 16 rows are 8 + 8, not 14 + 2, so that no number of rows is a cliff. But 7
-// and 8 rows in vectors of 8 lanes are 6 and the rest: tiles of 3 to 5 rows all take as long as sums wait for each other.
+// Rows are dealt into tiles of nearly equal size: 16 rows are 8 + 8, not 14 + 2, so that no number of rows is a cliff. But of
+// up to 6 rows, tiles of 3 to 5 take about as long as those of 6, because sums wait for each other. So where the last
+// tile has 1 or 2 rows, all others have 6: 8 rows are 6 + 2.
 struct Tiles {
-    int rows, count, first;  // first: rows of the first tile, if the others have fewer; or 0
+    int rows, count;
+    bool sixes;
     Tiles(int rows, int max_rows)
-        : rows(rows), count(ceil_div(rows, max_rows)), first(LANES == 8 && max_rows == 6 && (rows == 7 || rows == 8) ? 6 : 0) {}
-    int begin(int tile) const { return first && tile == 1 ? first : share(rows, tile, count); }
+        : rows(rows), count(ceil_div(rows, max_rows)), sixes(max_rows == 6 && rows > 6 && (rows % 6 == 1 || rows % 6 == 2)) {}
+    int begin(int tile) const { return sixes ? std::min(rows, 6 * tile) : share(rows, tile, count); }
     int of(int row) const {
-        int tile = first ? 0 : (int)((int64_t)row * count / rows);
+        if (sixes) return row / 6;
+        int tile = (int)((int64_t)row * count / rows);
         while (begin(tile + 1) <= row) ++tile;
         return tile;
     }
