@@ -1,4 +1,4 @@
-"""The words of a `Choice` of sample.h, and memory for what it brings."""
+"""The words of a `Choice` of sample.h, and memory for log probabilities."""
 
 from __future__ import annotations
 

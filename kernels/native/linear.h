@@ -14,7 +14,7 @@
 //   tile    up to 14 rows by 32 columns: 28 accumulators + 2 of W + 1 of x = 31 of 32 registers. 14 rows take 28
 //           multiply-adds (14 cycles at two a cycle) for 16 loads (8 cycles), and W comes from L2 at 9 bytes a cycle,
 //           so nothing but the multiplier is the limit: no blocking for L1 is needed. (AVX2 has 16 registers of half the
-//           size: up to 6 rows by 16 columns, 12 accumulators + 2 of W + 1 of x; a panel is then done half by half.)
+//           size: up to 6 rows by 16 columns, 12 accumulators + 2 of W + 1 of x + a mask; a panel is then done half by half.)
 //   panel   32 columns by all of K, contiguous. The tiles of a block of rows pass over it one after the other; while they
 //           do, they fetch the next panel into L2, so that reading memory and multiplying overlap.
 //   block   rows whose x stays in L2 while all panels go by.
@@ -282,8 +282,7 @@ class Upcoming {
 };
 
 #if MAINSPRING_AVX2
-// What steps of bf16 or fp32 make of six rows and half a panel, for `lines` lines of x. (fp16 gains nothing: to widen it takes
-// the time.)
+// Six rows times half a panel of bf16 or fp32, for `lines` lines of x. (fp16 gains nothing: to widen it takes the time.)
 template <class Kind>
 MAINSPRING_INLINE void multiply_six(const char* w, const char* x, int lines, float* c, bool first, Upcoming& ahead) {
 #define MAINSPRING_X(row, word) "64*" #row "+4*" #word "(%[x])"
@@ -296,7 +295,7 @@ MAINSPRING_INLINE void multiply_six(const char* w, const char* x, int lines, flo
     "vmovups 128*" #step "(%[w]), %%ymm13\n vmovups 128*" #step "+32(%[w]), %%ymm14\n" MAINSPRING_ROWS(step)
 #define MAINSPRING_STEPS(text) \
     asm(text : MAINSPRING_SIX_ROWS(sums) \
-        : [mask] "x"(mask), [w] "r"(w), [x] "r"(words), "m"(*(const char(*)[4 * Kind::STEP_BYTES])w), \
+        : [mask] "x"(mask), [w] "r"(w), [x] "r"(words), "m"(*(const char(*)[7 * Kind::STEP_BYTES / 2])w), \
           "m"(*(const char(*)[5 * 64 + 16 * Kind::X_WORDS])words) \
         : MAINSPRING_SIX_ROWS_CLOBBERS)
     SixRows sums([&](int row, int v) { return first ? zero() : load(c + row * PANEL + v * LANES); });
@@ -327,7 +326,7 @@ MAINSPRING_INLINE void multiply_tile(const char* w, size_t panel_bytes, const ch
                                      Upcoming& ahead) {
     constexpr int per_line = LINE / Kind::X_WORDS;
 #if MAINSPRING_AVX2
-    if constexpr (ROWS == 6 && VECS == 2 && !std::is_same_v<Kind, Fma<fp16>>) {
+    if constexpr (ROWS == 6 && PANELS == 1 && VECS == 2 && (std::is_same_v<Kind, Bf16Shift> || std::is_same_v<Kind, Fma<float>>)) {
         const int lines = steps / per_line;
         multiply_six<Kind>(w, x, lines, c, first, ahead);
         w += (size_t)lines * per_line * Kind::STEP_BYTES, x += (size_t)lines * ROWS * 64, steps -= lines * per_line;

@@ -1,6 +1,6 @@
 // Six rows by two vectors of sums, for AVX2, whose 16 registers hold them, two vectors of the weight, a number of x, and a
-// mask. In assembly: gcc spills sums, and a chain of additions that goes through memory is longer than the rest takes. Then
-// nothing makes up for a line of cache that comes late (seen: products 4% slower, the scores of attention a third).
+// mask. In assembly, because gcc keeps some of the sums in memory. Each multiply-add to such a sum waits for its store and
+// load, and these waits are longer than all the other work (seen: products 4% slower, scores of attention a third).
 #pragma once
 
 #include "simd.h"
@@ -23,7 +23,7 @@ struct SixRows {
     }
 };
 
-// The output operands: the sums of a SixRows.
+// The output operands: the sums of a SixRows. They count twice each; an asm may have 30 operands.
 #define MAINSPRING_SIX_ROWS(s) \
     [a0] "+x"(s.a0), [a1] "+x"(s.a1), [b0] "+x"(s.b0), [b1] "+x"(s.b1), [c0] "+x"(s.c0), [c1] "+x"(s.c1), \
     [d0] "+x"(s.d0), [d1] "+x"(s.d1), [e0] "+x"(s.e0), [e1] "+x"(s.e1), [f0] "+x"(s.f0), [f1] "+x"(s.f1)
