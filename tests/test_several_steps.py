@@ -10,14 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from msgspec.structs import replace
 
 import tiny
-from harness import Engine, run_core
+from harness import Engine, result_of, run_core
 from mainspring import EngineArgs
 from mainspring.core.loop import EngineCore
 from mainspring.core.plan import several_steps
-from mainspring.core.plan.step import Step, StepResult
+from mainspring.core.plan.step import Scores, Step, StepPlan, StepResult
+from mainspring.core.worker.runner import ModelRunner
 from mainspring.ipc.inbox import Event, Inbox
 from mainspring.ipc.messages import AddRequest, Outputs, Sampling
 from native_here import why_not
@@ -93,6 +95,28 @@ def test_without_a_receiver_only_patient_requests_get_several_tokens_at_once() -
     engine.add([1, 2, 4], 40)
     engine.run()
     assert engine.num_several
+
+
+def test_scores_of_requests_that_have_ended_are_left_out() -> None:
+    engine = Engine(most_steps=8)
+    keys = [engine.add([1, 2, 3 + i], 60) for i in range(3)]
+    engine.step(), engine.step()
+    step = engine.launch()
+    assert step is not None
+    assert step.plan.num_steps >= 3
+    engine.abort(keys[1])
+    tokens = 100 + np.arange(9)  # three steps of three rows
+
+    def scores(rows: list[int]) -> Scores:
+        mine = tokens[rows].astype(np.int32)[:, None]
+        return Scores(np.array(rows), mine, mine.astype(np.float32), np.ones(len(rows), np.int32))
+
+    of_groups = [scores([0, 1, 3, 4, 6, 7]), scores([2, 5, 8])]
+    out = engine.scheduler.update(step, result_of(step.plan, tokens, num_steps=3, logprobs=of_groups))[0]
+    assert out.token_ids == [100, 102, 103, 105, 106, 108]
+    assert [one.rows for one in out.logprobs] == [[0, 2, 4], [1, 3, 5]]
+    for one in out.logprobs:
+        assert np.frombuffer(one.token_ids, np.int32).tolist() == [out.token_ids[row] for row in one.rows]
 
 
 # ------------------------------------------------------------------ with a model
@@ -236,6 +260,25 @@ def test_rules_and_scores_are_those_of_single_steps(
     assert one[0][1:] == ([], [("length", None)])
     assert [len(one[handle][0]) for handle in (0, 1, 4)] == [30, 25, 30]
     assert [list(map(len, one[handle][1])) for handle in (1, 4)] == [[4] * 25, [1] * 30]
+
+
+@native
+def test_requests_are_admitted_outside_of_inference_mode(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor made in that mode, as the counts of a penalised request, can't change in a step that begins outside."""
+    core, modes = core_of(folders["llama"]), list[bool]()
+    begin = ModelRunner.begin
+
+    def noted(runner: ModelRunner, plan: StepPlan) -> None:
+        modes.append(torch.is_inference_mode_enabled())
+        begin(runner, plan)
+
+    monkeypatch.setattr(ModelRunner, "begin", noted)
+    plans = watch(core, monkeypatch)
+    tokens_of(core, monkeypatch, 1e9)
+    assert max(most for most, _ in plans) > 5
+    assert not any(modes)
 
 
 @native

@@ -11,7 +11,7 @@ import numpy as np
 from ...ipc.messages import Adapter, AddRequest, MediaItem, Sampling
 from .step import NewSequence, SequenceMedia
 
-MOST_LOGPROBS = 32  # per token of a request of which one result may have several tokens
+MOST_LOGPROBS = 32  # per token, where one result may have several tokens of a request: that bounds its size
 
 
 class LoRAName(NamedTuple):
@@ -158,7 +158,7 @@ class Request:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the kernels alone can choose several tokens of the request, one after another: penalties and log
+        """Whether the kernels alone can choose several tokens of the request, one after another: penalties and some log
         probabilities are a part of the choice, all other rules are the host's."""
         asked = self.sampling
         ruled = asked.logit_bias or asked.allowed_token_ids or asked.bad_words or asked.min_tokens

@@ -83,7 +83,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     states: StateCopies = NO_STATE_COPIES  # between slots of recurrent state, before and after
     num_steps: int = 1
     apart: bool = False  # each of several steps has a result of its own; else all have one together
-    ruled: bool = False  # so it is, and rules of the host take part in choosing tokens
+    ruled: bool = False  # each of several steps is chosen by the host, as some row is not `Request.is_plain`
     stops: np.ndarray = NO_STOPS  # int32 [n, 2]: a row, and a token that ends the row's request
     homes: np.ndarray = NO_ITEMS  # int32 [rows]: the rank that computes each, if ranks have requests of their own
     encodes: np.ndarray = NO_ITEMS  # int32: numbers of media items to encode, before anything else is computed

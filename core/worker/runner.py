@@ -231,12 +231,15 @@ class ModelRunner:
         self.snapshot(plan)
         return Launched(logits, sampling, positions, self._turn, plan.scored, self._experts_of(counts))
 
-    @torch.inference_mode()
     def repeat(self, plan: StepPlan, interrupt: np.ndarray) -> RepeatedSteps:
         """Begin a plan of several steps, for a model that `WholeModel.repeats`. `interrupt`: see `DecodeSteps`."""
+        self.begin(plan)  # not in inference mode: tensors that it makes change outside of it, too
+        return self._repeat(plan, interrupt)
+
+    @torch.inference_mode()
+    def _repeat(self, plan: StepPlan, interrupt: np.ndarray) -> RepeatedSteps:
         whole = self.model.whole
         assert whole is not None, "only a model as a whole makes several steps"
-        self.begin(plan)
         slots, starts = plan.slots.astype(np.int64), plan.starts.astype(np.int64)
         rows = np.arange(len(slots))
         self._turn = (self._turn + 1) % TURNS
