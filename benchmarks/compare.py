@@ -3,8 +3,8 @@
     python benchmarks/compare.py --engines mainspring,transformers --workloads batch-110m --rounds 5
 
 Rounds go A B C A B C …, each run in a fresh process. Before and after each, the machine's matrix rate and memory read
-bandwidth are measured, because those of a shared machine vary from minute to minute; the means count. With `--log` a later call continues where an
-earlier one stopped, and a round counts if all of its engines ran in it.
+bandwidth are measured, because those of a shared machine vary from minute to minute; the means count. With `--log` a
+later call continues where an earlier one stopped, and a round counts if all of its engines ran in it.
 
 A peer runs in the virtual environment .bench/peers/NAME (`peers.py` makes it; `make_models.py --forms` makes the model
 forms it needs), or else in this one.
