@@ -64,6 +64,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", DELTA),
     "mamba2": ("mamba2", {"num_heads": 8, "head_dim": 16, "state_size": 24, "n_groups": 2, "hidden_size": 64}),
 }
+# A norm makes a long query of a short one, and of its rounding, or a router chooses another expert: in half precision
+# some tokens are far off in a correct computation, too.
+SCATTERED = ("qwen3_next", "qwen3_next_first", "qwen3_5", "shared_expert", "ungated_experts", "qwen3_next_experts")
 FAST_MODELS = ("llama", "gemma2", "granite", "many_experts", "ungated")  # models of the fast tier
 LENGTHS = (37, 26)  # both longer than the windows
 SEQUENCES = [
@@ -118,10 +121,7 @@ def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def typical_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The median over tokens of the error in standard deviations.
-
-    A few tokens may be far off in a correct computation: rounding makes a router choose another expert.
-    """
+    """The median over tokens of the error in standard deviations."""
     return float((got - want).square().mean(1).sqrt().median() / want.std())
 
 
@@ -165,8 +165,9 @@ def test_in_half_precision_they_are_as_near_to_the_exact_ones(
     native: NativeBackend, name: str, dtype: torch.dtype
 ) -> None:
     exact = own_logits(build_one(name, dtype).float())
-    error = typical_error(logits_of(made(native, name, dtype), native), exact)
-    assert error <= typical_error(own_logits(build_one(name, dtype)), exact)
+    got, own = logits_of(made(native, name, dtype), native), own_logits(build_one(name, dtype))
+    error = typical_error if name in SCATTERED else error_of
+    assert error(got, exact) <= error(own, exact)
 
 
 @pytest.mark.parametrize(

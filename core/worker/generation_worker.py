@@ -259,8 +259,8 @@ class GenerationWorker(LocalWorker):
                     result = replace(_result(plan, sampled, None), first=first)
                 else:
                     tokens, scores, stopped = steps.make(1 if plan.apart else plan.num_steps - first)
-                    count, computed = len(tokens), np.full(len(plan.slots), len(tokens), np.int32)
-                    tokens = tokens.reshape(-1)
+                    count, tokens = len(tokens), tokens.reshape(-1)
+                    computed = np.full(len(plan.slots), count, np.int32)
                     result = StepResult(plan.id, computed, tokens, logprobs=scores, first=first, num_steps=count)
             if not done:
                 result = replace(result, encoded=encoded)

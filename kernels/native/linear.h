@@ -212,9 +212,9 @@ struct KindOf<bf16> {
 
 // ---------------------------------------------------------------- packing x
 
-// Rows are dealt into tiles of nearly equal size: 16 rows are 8 + 8, not 14 + 2, so that no number of rows is a cliff. But of
-// up to 6 rows, tiles of 3 to 5 take about as long as those of 6, because sums wait for each other. So where the last
-// tile has 1 or 2 rows, all others have 6: 8 rows are 6 + 2.
+// Rows are dealt into tiles of nearly equal size: 16 rows are 8 + 8, not 14 + 2, so that no number of rows is a cliff. Where a
+// tile has at most 6 rows, one of 3 to 5 takes nearly as long as one of 6: it has too few sums that do not wait for each
+// other. So if tiles of 6 leave 1 or 2 rows, these are the last tile: 8 rows are 6 + 2.
 struct Tiles {
     int rows, count;
     bool sixes;

@@ -1,6 +1,6 @@
 // Six rows by two vectors of sums, for AVX2, whose 16 registers hold them, two vectors of the weight, a number of x, and a
 // mask. In assembly, because gcc keeps some of the sums in memory. Each multiply-add to such a sum waits for its store and
-// load, and these waits are longer than all the other work (seen: products 4% slower, scores of attention a third).
+// load, and these waits may be longer than all the other work (seen: products 4% slower, attention over prompts a sixth).
 #pragma once
 
 #include "simd.h"
