@@ -26,7 +26,16 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from .decoder_contract import Decoder, Experts, LayerTensors, Linear, Norm, QuantizedWeight, RecurrenceTensors
+    from .decoder_contract import (
+        Decoder,
+        Experts,
+        LayerTensors,
+        Linear,
+        Norm,
+        QuantizedWeight,
+        RecurrenceTensors,
+        Routing,
+    )
 
 ROW_MULTIPLE = 8
 """Rows of a forward pass are padded to a multiple of this: torch's matrix products on a CPU then give a row the same
@@ -417,11 +426,23 @@ class Backend(Protocol):
         row the same bits if the number of rows is a multiple of `ROW_MULTIPLE`."""
         return F.linear(x, weight, bias)
 
-    def route(self, logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """The likeliest `top_k` of the experts by a router's logits ``[rows, experts]`` → their numbers, int64
-        ``[rows, top_k]``, the likeliest first, and their probabilities, fp32. normalise: by their sum."""
-        shares, chosen = logits.float().softmax(1).topk(top_k)
-        return chosen, shares / shares.sum(1, keepdim=True) if normalise else shares
+    def route(
+        self, logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts of each row by a router's logits ``[rows, experts]`` → their numbers, int64 ``[rows, top_k]``, those
+        of the highest scores first, and their shares, fp32. correction: fp32 ``[experts]``, see `Routing`."""
+        scores = logits.float().sigmoid() if routing.sigmoid else logits.float().softmax(1)
+        places = scores if correction is None else scores + correction
+        if routing.groups > 1:
+            parts = places.unflatten(1, (routing.groups, -1))
+            left_out = parts.topk(2)[0].sum(2).argsort(dim=1, descending=True, stable=True)[:, routing.kept :]
+            gone = torch.zeros_like(parts[..., 0], dtype=torch.bool).scatter_(1, left_out, True)
+            places = parts.masked_fill(gone.unsqueeze(2), -torch.inf).flatten(1)
+        chosen = places.topk(routing.top_k)[1]
+        shares = scores.gather(1, chosen)
+        if routing.normalise:
+            shares = shares / (shares.sum(1, keepdim=True) + 1e-20)
+        return chosen, shares * routing.scale
 
     def experts(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Experts) -> torch.Tensor:
         """The experts of a mixture, of which each row of x ``[rows, hidden]`` goes through a few.

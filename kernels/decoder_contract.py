@@ -101,14 +101,28 @@ class Experts(NamedTuple):
     activation: str
 
 
+class Routing(NamedTuple):
+    """How a router chooses experts of a row by its logits: those of the highest scores, a softmax of the logits or
+    the sigmoid of each."""
+
+    top_k: int
+    normalise: bool  # shares are scores by the sum of those chosen; else they are the scores
+    widened: bool  # shares are fp32; else they are rounded to the dtype of the rows
+    sigmoid: bool = False
+    precise: bool = False  # logits are fp32 though the rows are not
+    corrected: bool = False  # a number for each expert is added to the scores where these choose, not to the shares
+    groups: int = 1  # of neighbouring experts, equally many in each
+    kept: int = 1  # groups that may be chosen from: where the two highest scores have the highest sum
+    scale: float = 1.0  # of shares
+
+
 class Mixture(NamedTuple):
     """Experts, of which each row goes through some: see `Backend.route` and `Backend.experts`. A shared expert is one
     more, through which all rows go; its output may have a gate."""
 
     router: Linear
-    top_k: int
-    normalise: bool
-    widened: bool  # shares are fp32; else they are rounded to the dtype of the rows
+    routing: Routing
+    correction: torch.Tensor | None  # [experts], where `routing` has one
     experts: Experts
     shared: GatedMLP | None  # with the same activation
     shared_gate: torch.Tensor | None  # [1, hidden]: the output is multiplied by the sigmoid of its product with a row

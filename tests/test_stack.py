@@ -59,6 +59,21 @@ TAKEN: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {"head_dim": 16}),
     "mixtral": ("mixtral", EXPERTS),
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, "head_dim": 16}),
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            **EXPERTS,
+            "head_dim": 16,
+            "n_routed_experts": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.5,
+            "first_k_dense_replace": 1,
+            "use_qk_norm": True,
+        },
+    ),
     "gpt_oss": ("gpt_oss", {**EXPERTS, "head_dim": 16}),
 }
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {"hunyuan_v1_dense": ("hunyuan_v1_dense", {"head_dim": 16})}
@@ -85,6 +100,9 @@ def build(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> PreTrai
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     tiny.widen(model.requires_grad_(False))
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.normal_(0, 0.3)
     built: PreTrainedModel = model.to(dtype).eval()
     return built
 

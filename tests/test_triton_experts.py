@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mainspring.kernels.decoder_contract import Experts
+from mainspring.kernels.decoder_contract import Experts, Routing
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from triton_here import (  # noqa: F401  (fixtures)
     CUDA,
@@ -102,7 +102,7 @@ def test_a_router_chooses_the_likeliest(
     chosen, shares = triton_experts.route(logits, top_k, normalise)
     order = logits.float().argsort(dim=1, descending=True, stable=True)  # of equal ones the first
     assert torch.equal(chosen, order[:, :top_k])
-    wanted, probabilities = ReferenceBackend().route(logits, top_k, normalise)
+    wanted, probabilities = ReferenceBackend().route(logits, Routing(top_k, normalise, widened=True))
     torch.testing.assert_close(shares, probabilities)
     assert torch.equal(logits.gather(1, wanted), logits.gather(1, chosen))
 

@@ -26,7 +26,7 @@ from .partition import DETERMINISTIC_SPLIT, QUERY_TILE, Kind
 from .plan import FlashInferPlan, Planner
 
 if TYPE_CHECKING:
-    from ..decoder_contract import Experts, Norm
+    from ..decoder_contract import Experts, Norm, Routing
 
 HALF = (torch.float16, torch.bfloat16)
 FP8 = torch.float8_e4m3fn
@@ -295,13 +295,16 @@ class FlashInferBackend(Backend):
             return row_invariant_linear(x, weight, bias)
         return F.linear(x, weight, bias)
 
-    def route(self, logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Backend.route`, in one kernel."""
-        if logits.device.type != "cuda":
-            return super().route(logits, top_k, normalise)
+    def route(
+        self, logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Backend.route`, in one kernel where a softmax alone decides."""
+        softmax = not routing.sigmoid and correction is None and routing.groups == routing.scale == 1
+        if logits.device.type != "cuda" or not softmax:
+            return super().route(logits, routing, correction)
         from .triton_experts import route
 
-        return route(logits.contiguous(), top_k, normalise)
+        return route(logits.contiguous(), routing.top_k, routing.normalise)
 
     def experts(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Experts) -> torch.Tensor:
         """See `Backend.experts`; each row has the same bits however many there are."""

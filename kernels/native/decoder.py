@@ -37,7 +37,7 @@ PHASES = "norm qkv heads attention mixer output gate_up down experts head choice
 
 # structs of decoder.h, in words of 64 bits
 _LINEAR = struct.Struct("=6q")
-_MIXTURE = struct.Struct("=6q")  # of experts.h, without the router
+_MIXTURE = struct.Struct("=10qdq")  # of experts.h, without the router
 _LAYER = struct.Struct("=11qd")
 _CACHE = struct.Struct("=10q")
 _DECODER = struct.Struct("=3q")
@@ -238,10 +238,20 @@ class NativeDecoder:
         experts = zip(self._experts(gate_up, gated), self._experts(down), strict=True)
         words = b"".join(_LINEAR.pack(*panel.words(), 0) for both in experts for panel in both)
         self._held.append(held := ctypes.create_string_buffer(words, len(words)))
-        router = self._linear(mixture.router, None)
-        shared_gate = 0 if mixture.shared_gate is None else self._hold(mixture.shared_gate, in_fp32).data_ptr()
-        options = mixture.top_k, mixture.normalise, mixture.widened, gated
-        return router + _MIXTURE.pack(ctypes.addressof(held), *options, shared_gate)
+        shared_gate, correction = (
+            0 if tensor is None else self._hold(tensor, in_fp32).data_ptr()
+            for tensor in (mixture.shared_gate, mixture.correction)
+        )
+        weight, rule = mixture.router.weight, mixture.routing
+        if rule.precise:  # few products, for which it stays as it is
+            self._held.append(weight)
+            router = _LINEAR.pack(0, weight.data_ptr(), *weight.shape, 0, 0)
+        else:
+            router = self._linear(mixture.router, None)
+        return router + _MIXTURE.pack(
+            ctypes.addressof(held), rule.top_k, rule.normalise, rule.widened, gated, shared_gate,
+            rule.sigmoid, rule.precise, rule.groups, rule.kept, rule.scale, correction,
+        )  # fmt: skip
 
     def _experts(self, weight: torch.Tensor, gated: bool = False) -> list[PanelWeight]:
         panels = [pack(self._library, each, gated, release=True, bits=self._bits) for each in weight.detach()]

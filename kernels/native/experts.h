@@ -26,6 +26,11 @@ struct MixtureOf {
     int64_t top_k, normalise, widened;
     int64_t gated;  // rows of gate and up are interleaved
     const float* shared_gate;  // [hidden]: its product with a row is the gate of the shared expert's output; or null
+    int64_t sigmoid;  // scores are sigmoids of the logits, else their softmax
+    int64_t precise;  // logits are fp32, and the router lies as in the checkpoint
+    int64_t groups, kept;  // groups of experts, and from how many of them experts are chosen
+    double scale;  // of shares
+    const float* correction;  // [experts], added to the scores that choose; or null
     const LinearOf& gate_up(int64_t expert) const { return weights[2 * expert]; }
     const LinearOf& down(int64_t expert) const { return weights[2 * expert + 1]; }
     int64_t pairs(int64_t rows) const { return rows * top_k; }
@@ -42,7 +47,7 @@ struct MixtureMemory {
         const auto part = [&](size_t size) { return bytes += (size + 63) / 64 * 64, at + bytes - (size + 63) / 64 * 64; };
         const size_t size = size_of(dtype), pairs = m.pairs(rows);
         const Weight gate_up = m.gate_up(0).weight(), down = m.down(0).weight();
-        logits = part(rows * m.router.N * size);
+        logits = part(rows * m.router.N * (m.precise ? sizeof(float) : size));
         shares = (float*)part(pairs * sizeof(float)), chosen = (int32_t*)part(pairs * sizeof(int32_t));
         gathered = part(pairs * hidden * size), inner = part(pairs * (m.gated ? gate_up.N / 2 : gate_up.N) * size);
         outputs = part(pairs * hidden * size);
@@ -51,30 +56,73 @@ struct MixtureMemory {
     }
 };
 
-// The likeliest experts of a row by the router's logits [n], and their probabilities; of equal ones the first.
+// Logits [rows, experts] of rows of x by some of the experts, in fp32.
 template <class T>
-void route_row(const T* logits, const MixtureOf& m, int32_t* chosen, float* shares) {
+void precise_logits(const MixtureOf& m, const T* x, int64_t hidden, int64_t rows, float* logits, Share mine) {
+    const auto of_rows = [&](int64_t first, auto count) {
+        for (int64_t e = mine.begin; e < mine.end; ++e) {
+            F32 sums[count.value];
+            for (auto& each : sums) each = zero();
+            const T* weight = (const T*)m.router.data + e * hidden;
+            for (int64_t d = 0; d < hidden; d += LANES) {
+                const F32 w = load_up_to(weight + d, hidden - d);
+#pragma GCC unroll 8
+                for (int r = 0; r < count.value; ++r)
+                    sums[r] = fma(load_up_to(x + (first + r) * hidden + d, hidden - d), w, sums[r]);
+            }
+            for (int r = 0; r < count.value; ++r) logits[(first + r) * m.router.N + e] = sum(sums[r]);
+        }
+    };
+    int64_t row = 0;
+    for (; row + 8 <= rows; row += 8) of_rows(row, std::integral_constant<int, 8>());
+    for (; row < rows; ++row) of_rows(row, std::integral_constant<int, 1>());
+}
+
+// Leaves of `places`, by which experts are chosen, those of the best groups: where the two highest have the highest sum.
+inline void keep_groups(const MixtureOf& m, float* places) {
+    const int size = int(m.router.N / m.groups);
+    std::vector<float> best;
+    for (float* group = places; int(best.size()) < m.groups; group += size) {
+        float first = -INFINITY, second = -INFINITY;
+        for (int e = 0; e < size; ++e) second = std::max(second, std::min(first, group[e])), first = std::max(first, group[e]);
+        best.push_back(std::isnan(first + second) ? -INFINITY : first + second);
+    }
+    std::vector<int> order(best.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return best[a] > best[b]; });
+    for (size_t i = m.kept; i < order.size(); ++i) std::fill_n(places + order[i] * size, size, -INFINITY);
+}
+
+// The experts of a row that have the highest scores by the router's logits [n], and their shares; of equal ones the first.
+template <class T, class L>
+void route_row(const L* logits, const MixtureOf& m, int32_t* chosen, float* shares) {
     const int n = int(m.router.N), k = int(m.top_k);
-    std::vector<float> x((n + LANES - 1) / LANES * LANES, -INFINITY), likely(x.size());
+    std::vector<float> x((n + LANES - 1) / LANES * LANES, -INFINITY), scores(x.size());
     for (int i = 0; i < n; i += LANES) store_up_to(x.data() + i, load_up_to(logits + i, n - i), n - i);
     F32 top = load(x.data()), total = zero();
     for (size_t i = LANES; i < x.size(); i += LANES) top = max(top, load(x.data() + i));
-    const F32 most = set(largest(top));
+    const F32 most = set(largest(top)), one = set(1);
     for (size_t i = 0; i < x.size(); i += LANES) {
-        const F32 each = exp(sub(load(x.data() + i), most));
-        store(likely.data() + i, each), total = add(total, each);
+        const F32 logit = load(x.data() + i), each = exp(m.sigmoid ? sub(zero(), logit) : sub(logit, most));
+        store(scores.data() + i, m.sigmoid ? div(one, add(one, each)) : each), total = add(total, each);
     }
+    const float whole = m.sigmoid ? 1 : sum(total);
+    for (int e = 0; e < n; ++e) scores[e] /= whole;
+    if (m.correction || m.groups > 1)  // else logits are in the order of scores
+        for (int e = 0; e < n; ++e) x[e] = scores[e] + (m.correction ? m.correction[e] : 0);
+    if (m.groups > 1) keep_groups(m, x.data());
     float sum_of_chosen = 0;
     std::vector<bool> taken(n);  // none twice, also where all are NaN
     for (int i = 0; i < k; ++i) {
         int best = -1;
         for (int e = 0; e < n; ++e)
             if (!taken[e] && (best < 0 || x[e] > x[best])) best = e;
-        chosen[i] = best, shares[i] = likely[best] / sum(total), sum_of_chosen += shares[i];
+        chosen[i] = best, shares[i] = scores[best], sum_of_chosen += shares[i];
         taken[best] = true;
     }
     for (int i = 0; i < k; ++i) {
-        if (m.normalise) shares[i] /= sum_of_chosen;
+        if (m.normalise) shares[i] /= sum_of_chosen + 1e-20f;
+        shares[i] *= float(m.scale);
         if (!m.widened) {
             T rounded;
             store_one(&rounded, shares[i]), shares[i] = load_one(&rounded);
@@ -115,13 +163,20 @@ struct PairsByExpert {
 template <class T, class Add>
 void mixture_in_team(const MixtureOf& m, Dtype dtype, Activation activation, const T* x, int64_t hidden, int64_t rows,
                      const MixtureMemory& memory, void* workspace, Team& team, int rank, const Add& add) {
-    T* logits = (T*)memory.logits;
     const int64_t experts = m.router.N, k = m.top_k;
-    multiply({m.router.weight(), dtype, x, hidden, int(rows), logits, experts, m.router.bias}, workspace, team, rank);
+    if (m.precise)
+        precise_logits(m, x, hidden, rows, (float*)memory.logits, Share(experts, rank, team.size));
+    else
+        multiply(
+            {m.router.weight(), dtype, x, hidden, int(rows), memory.logits, experts, m.router.bias}, workspace, team, rank
+        );
     team.barrier();
     const Share mine(rows, rank, team.size);
-    for (int64_t row = mine.begin; row < mine.end; ++row)
-        route_row(logits + row * experts, m, memory.chosen + row * k, memory.shares + row * k);
+    const auto route_rows = [&](const auto* logits) {
+        for (int64_t row = mine.begin; row < mine.end; ++row)
+            route_row<T>(logits + row * experts, m, memory.chosen + row * k, memory.shares + row * k);
+    };
+    m.precise ? route_rows((const float*)memory.logits) : route_rows((const T*)memory.logits);
     team.barrier();
     const PairsByExpert pairs(memory.chosen, m.pairs(rows), experts);
 

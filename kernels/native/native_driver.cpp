@@ -218,7 +218,10 @@ std::vector<std::vector<char>> decode(Dtype dtype, WeightKind kind, Dtype cache_
     std::vector<LinearOf> experts;
     for (int i = 0; i < 9; ++i) experts.push_back(linear(2 * 16, HIDDEN, true)), experts.push_back(linear(HIDDEN, 16));
     const std::vector<float> shared_gate(HIDDEN, 0.1f);
-    layers[2].mixture = {linear(9, HIDDEN), experts.data(), 3, 1, 0, 1, shared_gate.data()};
+    const std::vector<float> correction(9, 0.2f);
+    const bool precise = kind == WeightKind(dtype);  // the bytes of a packed router are as many
+    layers[2].mixture = {
+        linear(9, HIDDEN), experts.data(), 3, 1, 0, 1, shared_gate.data(), 1, precise, 3, 2, 0.5, correction.data()};
 
     struct {
         DecoderOf of;

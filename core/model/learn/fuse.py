@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from ....kernels import host_memory
 from ....kernels.contract import Backend
+from ....kernels.decoder_contract import Routing
 from ..load.parameters import ParameterMap, Slot
 from ..run.fused import (
     FusedExperts,
@@ -41,9 +42,9 @@ from .fuse_match import (
     MLPOptions,
     NormOptions,
     NotRecognisedError,
-    RouterOptions,
     code_of,
     compare,
+    correction_of,
     given_experts,
     is_experts_candidate,
     is_mlp_candidate,
@@ -215,9 +216,12 @@ def _mlp(original: nn.Module, path: str, options: Sequence[Any], backend: Backen
 
 
 def _router(original: nn.Module, path: str, options: Sequence[Any], backend: Backend) -> _Replacement:
-    ((name, weight),) = original.named_parameters()
-    fused = FusedRouter(weight, *RouterOptions(*options), backend)
+    ((name, weight),), routing = original.named_parameters(), Routing(*options)
+    correction = correction_of(original) if routing.corrected else None
+    fused = FusedRouter(weight, correction, routing, backend)
     slots = {_at(path, name): Slot(fused, "weight")}
+    if correction is not None:
+        slots[_at(path, next(iter(original._buffers)))] = Slot(fused, "correction")
     return _Replacement(lambda x: routes(original(x)), lambda x: routes(fused(x)), {path: fused}, slots)
 
 
@@ -283,19 +287,16 @@ def _at(path: str, *names: str) -> str:
     return ".".join((path, *names) if path else names)
 
 
-_FIELDS = {
-    RMS_NORM: NormOptions._fields,
-    GATED_MLP: MLPOptions._fields,
-    ROUTER: RouterOptions._fields,
-    EXPERTS: ExpertsOptions._fields,
-}
+_OPTIONS: dict[str, Any] = {RMS_NORM: NormOptions, GATED_MLP: MLPOptions, ROUTER: Routing, EXPERTS: ExpertsOptions}
 
 
 def _describe(kind: str, options: Sequence[Any]) -> str:
     if kind == STACK:
         return f"{len(StackOptions.of(options).names)} layers"
-    names = _FIELDS.get(kind)
-    return ", ".join(options if names is None else [f"{n} {v}" for n, v in zip(names, options, strict=True)])
+    if (form := _OPTIONS.get(kind)) is None:
+        return ", ".join(options)
+    named, usual = form(*options)._asdict(), form._field_defaults
+    return ", ".join(f"{name} {value}" for name, value in named.items() if usual.get(name) != value)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from torch.func import functional_call
 
 from ....kernels.contract import Backend
+from ....kernels.decoder_contract import Routing
 from ..run.fused import FusedExperts, FusedMixture, FusedMLP, FusedRMSNorm, FusedRouter, join, linear_of
 from .fuse_observe import SEED, is_plain_linear
 
@@ -58,12 +59,6 @@ class MLPOptions(NamedTuple):
     activation: str
 
 
-class RouterOptions(NamedTuple):
-    top_k: int
-    normalise: bool
-    widened: bool
-
-
 class ExpertsOptions(NamedTuple):
     """Names of the parameters."""
 
@@ -90,12 +85,22 @@ def is_mlp_candidate(module: nn.Module) -> bool:
 
 
 def is_router_candidate(module: nn.Module) -> bool:
-    """One input, one matrix, and the number of its rows: what a router has. So have layers of torch's own."""
+    """One input, one matrix, and the number of its rows: what a router has, perhaps with a correction of its scores. So
+    have layers of torch's own."""
     of_torch = isinstance(module, nn.Linear | nn.Embedding) or type(module).__module__.startswith("torch.")
-    if of_torch or module._modules or module._buffers or len(module._parameters) != 1:
+    if of_torch or module._modules or len(module._buffers) > 1 or len(module._parameters) != 1:
         return False
-    (weight,) = module._parameters.values()
-    return weight is not None and weight.dim() == 2 and len(weight) in _integers(module) and _takes_one_input(module)
+    (weight,), correction = module._parameters.values(), correction_of(module)
+    if weight is None or weight.dim() != 2 or (module._buffers and correction is None):
+        return False
+    if correction is not None and correction.shape != weight.shape[:1]:
+        return False
+    return len(weight) in _integers(module) and _takes_one_input(module)
+
+
+def correction_of(router: nn.Module) -> torch.Tensor | None:
+    """The only buffer, if the checkpoint has it."""
+    return next(iter(_kept_buffers(router).values()), None)
 
 
 def is_experts_candidate(module: nn.Module) -> bool:
@@ -152,25 +157,37 @@ def recognise_mlp(module: nn.Module, backend: Backend) -> MLPOptions:
     raise NotRecognisedError("computes something other than down(act(gate(x)) * up(x)) with silu or gelu")
 
 
-def recognise_router(module: nn.Module, backend: Backend) -> RouterOptions:
+def recognise_router(module: nn.Module, backend: Backend) -> Routing:
     """How a router chooses. Raises `NotRecognisedError` for what is none."""
     ((name, parameter),) = module.named_parameters()
-    weight = _random(torch.Generator().manual_seed(SEED), parameter.device, *parameter.shape)
-    agrees = _trial(module, {name: weight}, parameter.shape[1], -2, read=routes)
-    rows = random_rows(ROW_COUNTS[0], parameter.shape[1], -1, 1, parameter)
-    widened = module(rows)[1].dtype == torch.float32
-    sizes = [n for n in _integers(module) if 0 < n <= len(weight)]
-    for options in (RouterOptions(n, normalise, widened) for n in sizes for normalise in (True, False)):
-        if agrees(FusedRouter(nn.Parameter(weight), *options, backend)):
-            return options
-    raise NotRecognisedError("computes something other than the largest of a softmax")
+    experts, width = parameter.shape
+    # of small logits, because sigmoids of large ones are all 1, and of so many rows that each rule shows in some
+    normal, shapes = partial(torch.randn, generator=torch.Generator().manual_seed(SEED)), (experts, (1, 64, width))
+    correction, rows, weight = (normal(shape).to(parameter.device) for shape in (*shapes, (experts, width)))
+    correction.mul_(0.2), weight.mul_(width**-0.5)
+    given = dict.fromkeys(_kept_buffers(module), correction)
+    agrees = _trial(module, {name: weight, **given}, width, -2, lambda _: (rows,), routes)
+    logits, shares, chosen = module(rows.to(parameter.dtype))
+    widened, precise = (x.dtype == torch.float32 for x in (shares, logits))
+    precise = precise and parameter.dtype != torch.float32
+    sizes = [n for n in _integers(module) if n > 1]
+    groups = [(n, kept) for n, kept in permutations((*sizes, 1), 2) if kept < n and experts % n == 0 and experts > n]
+    scales = [1.0, *(float(x) for x in vars(module).values() if type(x) in (int, float) and x > 0)]
+    for sigmoid, normalise, corrected, limits, scale in product(
+        (False, True), (True, False), (True, False) if given else (False,), [(1, 1), *groups], dict.fromkeys(scales)
+    ):
+        routing = Routing(chosen.shape[1], normalise, widened, sigmoid, precise, corrected, *limits, scale)
+        if agrees(FusedRouter(nn.Parameter(weight), correction if corrected else None, routing, backend)):
+            return routing
+    raise NotRecognisedError("computes something other than the largest of a softmax or of sigmoids")
 
 
 def routes(out: Any) -> torch.Tensor:
     """What a router gave, of which experts that are equally likely may stand for one another: the shares and logits of
-    those chosen, ``[rows, 2 * n]``."""
+    those chosen, the likeliest first, ``[rows, 2 * n]``."""
     logits, shares, chosen = out
-    return torch.cat([shares, logits.gather(1, chosen).to(shares.dtype)], 1)
+    logits, order = logits.gather(1, chosen).sort(1, descending=True)
+    return torch.cat([shares.gather(1, order), logits.to(shares.dtype)], 1)
 
 
 def recognise_experts(module: nn.Module, backend: Backend) -> ExpertsOptions:
@@ -235,8 +252,10 @@ def code_of(module: nn.Module) -> Any:
     """What a module is but for the values of its parameters. It is equal for most layers' modules of one kind."""
     hooked = any((module._forward_hooks, module._forward_pre_hooks))
     own = {name: value for name, value in vars(module).items() if name not in _OF_ANY_MODULE}
-    plain = {name: x if isinstance(x, _PLAIN) else id(x) for name, x in (own | module._buffers).items()}
-    shapes = {name: None if x is None else (x.shape, x.dtype) for name, x in module._parameters.items()}
+    kept = _kept_buffers(module)
+    own |= {name: x for name, x in module._buffers.items() if name not in kept}
+    plain = {name: x if isinstance(x, _PLAIN) else id(x) for name, x in own.items()}
+    shapes = {name: None if x is None else (x.shape, x.dtype) for name, x in (module._parameters | kept).items()}
     children = {name: None if child is None else code_of(child) for name, child in module._modules.items()}
     return type(module), id(module) if hooked else 0, *(tuple(part.items()) for part in (plain, shapes, children))
 
@@ -308,6 +327,11 @@ def _roles(linears: dict[str, nn.Linear]) -> Iterator[tuple[str, str, str]]:
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:
     linears = {name: m for name, m in module.named_children() if isinstance(m, nn.Linear) and is_plain_linear(m)}
     return linears if len(linears) in (2, 3) else {}
+
+
+def _kept_buffers(module: nn.Module) -> dict[str, Any]:
+    """Those that a checkpoint has."""
+    return {name: x for name, x in module._buffers.items() if name not in module._non_persistent_buffers_set}
 
 
 def _small_numbers(module: nn.Module) -> list[float]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ....kernels import host_memory
 from ....kernels.contract import Backend
-from ....kernels.decoder_contract import Experts, GatedMLP, Linear, Mixture
+from ....kernels.decoder_contract import Experts, GatedMLP, Linear, Mixture, Routing
 
 
 class FusedRMSNorm(nn.Module):
@@ -49,22 +49,25 @@ class FusedMLP(nn.Module):
 
 
 class FusedRouter(nn.Module):
-    """Chooses the experts of each row by the softmax of a product. Keeps the original's parameter."""
+    """Chooses the experts of each row by a product: see `Routing`. Keeps the original's parameter and correction."""
 
-    def __init__(self, weight: nn.Parameter, top_k: int, normalise: bool, widened: bool, backend: Backend) -> None:
+    def __init__(
+        self, weight: nn.Parameter, correction: torch.Tensor | None, routing: Routing, backend: Backend
+    ) -> None:
         super().__init__()
         self.weight = weight
-        self.top_k = top_k
-        self.normalise = normalise
-        self.widened = widened  # whether shares are fp32; else they have the dtype of the rows
+        self.correction = nn.Buffer(correction) if correction is not None else None
+        self.routing = routing
         self._linear = backend.linear
         self._route = backend.route
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """``[..., hidden]`` → logits ``[rows, experts]``, shares and numbers of experts ``[rows, top_k]``."""
-        logits = self._linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
-        chosen, shares = self._route(logits, self.top_k, self.normalise)
-        return logits, shares if self.widened else shares.to(logits.dtype), chosen
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        precise = self.routing.precise
+        logits = self._linear(rows.float(), self.weight.float()) if precise else self._linear(rows, self.weight)
+        chosen, shares = self._route(logits, self.routing, self.correction)
+        return logits, shares if self.routing.widened else shares.to(hidden_states.dtype), chosen
 
 
 class FusedExperts(nn.Module):
@@ -118,9 +121,8 @@ class FusedMixture(nn.Module):
         router, experts, shared, gate = self.router, self.experts, self.shared, self.shared_gate
         return Mixture(
             Linear(router.weight, None),
-            router.top_k,
-            router.normalise,
-            router.widened,
+            router.routing,
+            router.correction,
             experts.tensors(),
             None if shared is None else shared.tensors(),
             None if gate is None else gate.weight,
