@@ -176,7 +176,7 @@ def recognise_router(module: nn.Module, backend: Backend) -> Routing:
     for sigmoid, normalise, corrected, limits, scale in product(
         (False, True), (True, False), (True, False) if given else (False,), [(1, 1), *groups], dict.fromkeys(scales)
     ):
-        routing = Routing(chosen.shape[1], normalise, widened, sigmoid, precise, corrected, *limits, scale)
+        routing = Routing(chosen.shape[1], normalise, widened, sigmoid, precise, corrected, limits[0], limits[1], scale)
         if agrees(FusedRouter(nn.Parameter(weight), correction if corrected else None, routing, backend)):
             return routing
     raise NotRecognisedError("computes something other than the largest of a softmax or of sigmoids")

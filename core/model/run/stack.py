@@ -107,10 +107,8 @@ def _gated_mlp(step: LayerInputs, mlp: GatedMLP, x: torch.Tensor) -> torch.Tenso
 
 def _mixture(step: LayerInputs, mixture: Mixture, x: torch.Tensor) -> torch.Tensor:
     m = mixture
-    if m.routing.precise:
-        logits = step.backend.linear(x.float(), m.router.weight.float())
-    else:
-        logits = step.linear(x, *m.router)
+    precise = m.routing.precise
+    logits = step.backend.linear(x.float(), m.router.weight.float()) if precise else step.linear(x, *m.router)
     chosen, shares = step.backend.route(logits, m.routing, m.correction)
     out = step.experts(x, chosen, shares if m.routing.widened else shares.to(x.dtype), m.experts)
     if m.shared is None:
