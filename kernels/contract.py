@@ -37,6 +37,9 @@ if TYPE_CHECKING:
         Routing,
     )
 
+CLAMPED = "clamped"
+"""The activation of gpt-oss, ``(up + 1) * gate * sigmoid(1.702 * gate)``: gate is at most 7, up from -7 to 7."""
+
 ROW_MULTIPLE = 8
 """Rows of a forward pass are padded to a multiple of this: torch's matrix products on a CPU then give a row the same
 bits whatever the number of rows is (tests/test_clockwork.py checks it)."""
@@ -450,12 +453,12 @@ class Backend(Protocol):
         chosen: their numbers, int ``[rows, n]``. shares: what their outputs are multiplied by, ``[rows, n]``.
         → ``[rows, hidden]``: the sum of each row's outputs, in fp32, rounded once.
         """
-        gate_up, down, activation = experts
 
         def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
-            return self.linear(self.act_and_mul(self.linear(rows, gate_up[expert]), activation), down[expert])
+            gate_up, down = experts.layers(expert)
+            return self.linear(self.act_and_mul(self.linear(rows, *gate_up), experts.activation), *down)
 
-        return each_expert(x, chosen, shares, len(down), compute)
+        return each_expert(x, chosen, shares, len(experts.down), compute)
 
     def decoder(
         self,
@@ -534,7 +537,7 @@ class Backend(Protocol):
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """``act(gate) * up`` of ``[rows, 2 * n]``, gate first → ``[rows, n]``, computed in fp32; activation is
-        ``silu``, ``gelu`` or ``gelu_tanh``. Raises ValueError for another."""
+        ``silu``, ``gelu``, ``gelu_tanh``, or `CLAMPED` where gate and up alternate. Raises ValueError for another."""
 
 
 def each_expert(

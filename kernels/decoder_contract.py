@@ -94,11 +94,19 @@ class GatedMLP(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """Gated MLPs of one shape. activation: see `Backend.act_and_mul`."""
+    """Gated MLPs of one shape. activation: see `Backend.act_and_mul`. Those with biases have the form of gpt-oss:
+    weights are ``[experts, in, out]``, and gate and up alternate."""
 
     gate_up: torch.Tensor  # [experts, 2 * inner, hidden], gate first
     down: torch.Tensor  # [experts, hidden, inner]
     activation: str
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None  # [experts, 2 * inner], [experts, hidden]
+
+    def layers(self, expert: int) -> list[Linear]:
+        """Gate and up, and down."""
+        if self.biases is None:
+            return [Linear(self.gate_up[expert], None), Linear(self.down[expert], None)]
+        return [Linear(w[expert].T, b[expert]) for w, b in zip((self.gate_up, self.down), self.biases, strict=True)]
 
 
 class Routing(NamedTuple):

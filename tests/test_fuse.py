@@ -465,7 +465,7 @@ class OwnProducts(ReferenceBackend):
     [
         ("llama", set()),
         ("qwen3_moe", set()),
-        ("gpt_oss", {"GptOssTopKRouter", "GptOssExperts"}),
+        ("gpt_oss", set()),
         ("gemma2", set()),
         ("phimoe", set()),
         ("llama4", {"Llama4TextExperts"}),

@@ -32,7 +32,6 @@ from tiers import fast_only
 REASON = why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
-EXPERTS_OF_ANOTHER_FORM = ("gpt_oss",)
 DELTA = {
     "head_dim": 16,
     "linear_num_key_heads": 2,
@@ -44,7 +43,7 @@ DELTA = {
 }
 # name → what test_stack.py builds, and fields in which it differs
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in TAKEN if name not in EXPERTS_OF_ANOTHER_FORM},
+    **{name: (name, {}) for name in TAKEN},
     "tied": ("llama", {"tie_word_embeddings": True}),
     "many_experts": (
         "qwen3_moe",
@@ -133,9 +132,7 @@ def test_models_of_known_layers_run_as_a_whole(native: NativeBackend, architectu
     model_type, fields = tiny.ARCHITECTURES[architecture]
     model = page(build(model_type, **fields), backend=native)
     make_whole(model, native)
-    if architecture in EXPERTS_OF_ANOTHER_FORM:
-        note = "layer by layer: an MLP is neither a gated one nor experts with their router"
-    elif architecture in ("gpt2", "gpt_neox", "opt", "starcoder2"):
+    if architecture in ("gpt2", "gpt_neox", "opt", "starcoder2"):
         note = "layer by layer: its layers are of no form that is known"
     else:
         note = "as a whole: logits within "
@@ -429,8 +426,8 @@ def test_quantized_weights_are_near_and_logits_are_theirs(
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_does_not_run_as_a_whole_is_not_quantized(native: NativeBackend, bits: int) -> None:
-    mixture = page(build("gpt_oss"), backend=native)
-    with pytest.raises(UnsupportedModelError, match="GptOssForCausalLM can't be quantized: an MLP is neither"):
+    mixture = page(build("hy_v3"), backend=native)  # its router is given a bias
+    with pytest.raises(UnsupportedModelError, match="HYV3ForCausalLM can't be quantized: an MLP is neither"):
         make_whole(mixture, native, bits)
     reference = ReferenceBackend()
     model = page(build_one("llama"), backend=reference)

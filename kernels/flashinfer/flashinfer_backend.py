@@ -309,7 +309,7 @@ class FlashInferBackend(Backend):
     def experts(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Experts) -> torch.Tensor:
         """See `Backend.experts`; each row has the same bits however many there are."""
         aligned = all(weight.is_contiguous() and weight[0, 0].nbytes % VECTOR_BYTES == 0 for weight in experts[:2])
-        if x.device.type != "cuda" or not aligned:
+        if x.device.type != "cuda" or not aligned or experts.biases is not None:
             return super().experts(x, chosen, shares, experts)
         from .triton_experts import compute_experts
 

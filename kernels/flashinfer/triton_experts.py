@@ -210,7 +210,7 @@ def _add_up(outputs, shares, out, top_k, width, WIDTH: tl.constexpr):
 
 def compute_experts(x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Experts) -> torch.Tensor:
     """See `contract.Backend.experts`. All tensors contiguous but x, whose rows may lie apart."""
-    gate_up, down, activation = experts
+    gate_up, down, activation, _ = experts
     rows, top_k = chosen.shape
     num_experts, hidden, inner = down.shape
     pairs = rows * top_k

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .. import host_memory
-from ..contract import LayerCache, RowScores, each_expert
+from ..contract import CLAMPED, LayerCache, RowScores, each_expert
 from ..decoder_contract import (
     NF4,
     AttentionMixer,
@@ -31,7 +31,7 @@ from .mixer import NO_MIXER, NO_NORM, Form, in_fp32, mixer_words, norm_words
 from .weights import GATE, PackedExperts, PanelWeight, give_back_rest, linear, pack, pack_quantized
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: 3}  # dtypes.h
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}  # fused.h
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, CLAMPED: 3}  # fused.h
 # of decoder.h
 PHASES = "norm qkv heads attention mixer output gate_up down experts head choice".split()
 
@@ -120,8 +120,10 @@ class NativeDecoder:
         assert isinstance(second, PackedExperts)
 
         def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
-            inner = _reference.act_and_mul(linear(self._library, rows, first.panels[expert]), experts.activation)
-            return linear(self._library, inner, second.panels[expert])
+            biases = [None, None] if experts.biases is None else [bias[expert] for bias in experts.biases]
+            gate_up = linear(self._library, rows, first.panels[expert], biases[0])
+            inner = _reference.act_and_mul(gate_up, experts.activation)
+            return linear(self._library, inner, second.panels[expert], biases[1])
 
         return each_expert(x, chosen, shares, len(first.panels), compute)
 
@@ -233,10 +235,17 @@ class NativeDecoder:
 
     def _mixture(self, mixture: Mixture) -> bytes:
         """`MixtureOf`. The router is not quantized."""
-        gate_up, down, _ = mixture.experts
-        gated = down.shape[2] % GATE == 0
-        experts = zip(self._experts(gate_up, gated), self._experts(down), strict=True)
-        words = b"".join(_LINEAR.pack(*panel.words(), 0) for both in experts for panel in both)
+        gate_up, down, _, biases = mixture.experts
+        gated = biases is None and down.shape[2] % GATE == 0
+        turned = biases is not None
+        places = [[bias[e].data_ptr() for bias in biases] if biases else [0, 0] for e in range(len(down))]
+        experts = zip(self._experts(gate_up, gated, turned), self._experts(down, False, turned), strict=True)
+        words = b"".join(
+            _LINEAR.pack(*panel.words(), bias)
+            for panels, of_expert in zip(experts, places, strict=True)
+            for panel, bias in zip(panels, of_expert, strict=True)
+        )
+        self._held.append(biases)
         self._held.append(held := ctypes.create_string_buffer(words, len(words)))
         shared_gate, correction = (
             0 if tensor is None else self._hold(tensor, in_fp32).data_ptr()
@@ -253,9 +262,14 @@ class NativeDecoder:
             rule.sigmoid, rule.precise, rule.groups, rule.kept, rule.scale, correction,
         )  # fmt: skip
 
-    def _experts(self, weight: torch.Tensor, gated: bool = False) -> list[PanelWeight]:
-        panels = [pack(self._library, each, gated, release=True, bits=self._bits) for each in weight.detach()]
-        self.weights[id(weight)] = PackedExperts(panels)
+    def _experts(self, weight: torch.Tensor, gated: bool, turned: bool) -> list[PanelWeight]:
+        panels = []
+        for each in weight.detach():
+            laid = each.T.contiguous() if turned else each
+            panels.append(pack(self._library, laid, gated, release=True, bits=self._bits))
+            if turned:
+                host_memory.give_back(each)
+        self.weights[id(weight)] = PackedExperts(panels, turned)
         weight.data = torch.empty(0, dtype=weight.dtype)
         return panels
 

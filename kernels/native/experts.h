@@ -191,6 +191,7 @@ void mixture_in_team(const MixtureOf& m, Dtype dtype, Activation activation, con
             switch (activation) {
                 case Activation::silu: act_and_mul_row<Activation::silu>(row, row + inner, inner, row); break;
                 case Activation::gelu: act_and_mul_row<Activation::gelu>(row, row + inner, inner, row); break;
+                case Activation::clamped: clamped_row(row, inner, row); break;
                 default: act_and_mul_row<Activation::gelu_tanh>(row, row + inner, inner, row);
             }
         }
@@ -200,7 +201,7 @@ void mixture_in_team(const MixtureOf& m, Dtype dtype, Activation activation, con
         const int count = pairs.count(expert);
         T *in = (T*)memory.inner + first * inner_stride, *out = (T*)memory.outputs + first * hidden;
         Product p = {m.gate_up(expert).weight(), dtype, (T*)memory.gathered + first * hidden, hidden, count, in, inner_stride};
-        p.gated = m.gated, p.activation = activation;
+        p.gated = m.gated, p.activation = activation, p.bias = m.gate_up(expert).bias;
         multiply(p, space, by, member);
         by.barrier();
         if (!m.gated) {
@@ -208,7 +209,8 @@ void mixture_in_team(const MixtureOf& m, Dtype dtype, Activation activation, con
             activate_rows(first + some.begin, first + some.end);
             by.barrier();
         }
-        multiply({m.down(expert).weight(), dtype, in, inner_stride, count, out, hidden}, space, by, member);
+        const LinearOf& down = m.down(expert);
+        multiply({down.weight(), dtype, in, inner_stride, count, out, hidden, down.bias}, space, by, member);
     };
     if (int(pairs.used.size()) >= 4 * team.size) {
         for (size_t i; (i = team.take()) < pairs.used.size();) {

@@ -119,7 +119,7 @@ inline void add_rms_norm(
 
 // ---------------------------------------------------------------- gated activations
 
-enum class Activation : int64_t { silu = 0, gelu = 1, gelu_tanh = 2 };
+enum class Activation : int64_t { silu = 0, gelu = 1, gelu_tanh = 2, clamped = 3 };
 
 template <Activation ACT>
 inline F32 activate(F32 x) {
@@ -133,6 +133,21 @@ inline void act_and_mul_row(const T* gate, const T* up, int64_t width, T* out) {
     for (int64_t d = 0; d < width; d += LANES) {
         const int64_t n = width - d;
         store_up_to(out + d, mul(activate<ACT>(load_up_to(gate + d, n)), load_up_to(up + d, n)), n);
+    }
+}
+
+// gpt-oss': (up + 1) * gate * sigmoid(1.702 * gate) of limited gate and up, which alternate. out may be gate_up.
+template <class T>
+inline void clamped_row(const T* gate_up, int64_t width, T* out) {
+    const F32 limit = set(7), least = set(-7), one = set(1), slope = set(1.702f);
+    for (int64_t d = 0; d < width; d += LANES) {
+        const int64_t n = std::min<int64_t>(width - d, LANES);
+        float both[2 * LANES] = {}, gate[LANES], up[LANES];
+        store(both, load_up_to(gate_up + 2 * d, 2 * n));
+        if (2 * n > LANES) store(both + LANES, load_up_to(gate_up + 2 * d + LANES, 2 * n - LANES));
+        for (int j = 0; j < LANES; ++j) gate[j] = both[2 * j], up[j] = both[2 * j + 1];
+        const F32 g = min(load(gate), limit), u = min(max(load(up), least), limit);
+        store_up_to(out + d, mul(mul(add(u, one), g), sigmoid(mul(slope, g))), n);
     }
 }
 
@@ -151,6 +166,7 @@ inline void act_and_mul(
                 switch (activation) {
                     case Activation::silu: act_and_mul_row<Activation::silu>(gate, gate + width, width, to); break;
                     case Activation::gelu: act_and_mul_row<Activation::gelu>(gate, gate + width, width, to); break;
+                    case Activation::clamped: clamped_row(gate, width, to); break;
                     default: act_and_mul_row<Activation::gelu_tanh>(gate, gate + width, width, to);
                 }
             }

@@ -246,7 +246,7 @@ class NativeBackend(Backend):
         return found
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """A gated MLP's activation, in fp32. Raises ValueError for an activation that is not one of the three."""
+        """See `Backend.act_and_mul`."""
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; the native backend knows {', '.join(ACTIVATIONS)}")
         if gate_up.dtype not in DTYPES:

@@ -73,25 +73,28 @@ class PanelWeight(NamedTuple):
 
 
 class PackedExperts(NamedTuple):
-    """``[experts, out_features, in_features]``, each expert's in panels of its own."""
+    """``[experts, out_features, in_features]``, or turned ``[experts, in_features, out_features]``, each expert's in
+    panels of its own."""
 
     panels: list[PanelWeight]
+    turned: bool
 
     @property
     def memory(self) -> list[torch.Tensor]:
         return [each.memory for each in self.panels]
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Those experts: int64 ``[n]`` → ``[n, out_features, in_features]``."""
-        return torch.stack([self.panels[i].unpack() for i in ids.tolist()])
+        """Those experts: int64 ``[n]``."""
+        experts = torch.stack([self.panels[i].unpack() for i in ids.tolist()])
+        return experts.transpose(1, 2).contiguous() if self.turned else experts
 
     def unpack(self) -> torch.Tensor:
         """As it was before, or as near as its quantization is."""
         return self.rows(torch.arange(len(self.panels)))
 
     def replace(self, weight: torch.Tensor) -> None:
-        """By others, ``[experts, out_features, in_features]``."""
-        for panel, each in zip(self.panels, weight, strict=True):
+        """By others, in the same form."""
+        for panel, each in zip(self.panels, weight.transpose(1, 2) if self.turned else weight, strict=True):
             panel.replace(each)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..contract import AttentionSpec, Backend, LayerCache, PagedBatch, SlopeBias, TableBias
+from ..contract import CLAMPED, AttentionSpec, Backend, LayerCache, PagedBatch, SlopeBias, TableBias
 from .attention_plan import KV_TILE, AttentionPlan, Chunk, plan_attention
 from .gumbel import keyed_choice
 from .reference_scans import ReferenceScans
@@ -130,7 +130,12 @@ class ReferenceBackend(Backend):
         return chosen
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """A gated MLP's activation, in fp32. Raises ValueError for an activation that is not one of the three."""
+        """See `Backend.act_and_mul`."""
+        if activation == CLAMPED:
+            gate, up = gate_up.float().unflatten(-1, (-1, 2)).unbind(-1)
+            gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+            out: torch.Tensor = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+            return out.to(gate_up.dtype)
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation is {activation!r}; the reference backend knows {', '.join(ACTIVATIONS)}")
         gate, up = gate_up.float().chunk(2, dim=-1)

@@ -45,6 +45,7 @@ from .fuse_match import (
     code_of,
     compare,
     correction_of,
+    first_of,
     given_experts,
     is_experts_candidate,
     is_mlp_candidate,
@@ -52,9 +53,11 @@ from .fuse_match import (
     is_router_candidate,
     mixture_of,
     recognise_experts,
+    recognise_mixture,
     recognise_mlp,
     recognise_norm,
     recognise_router,
+    router_names,
     routes,
 )
 from .fuse_observe import is_plain_linear, shared_inputs
@@ -138,7 +141,7 @@ class Fusion:
                     self._settle_one(f"{path}:{'+'.join(children)}", PROJECTIONS, partial(tuple, children), linears)
         for path, module in list(self.model.named_modules()):
             if mixture_of(module) is not None:
-                self._settle(path, MIXTURE, tuple)
+                self._settle(path, MIXTURE, partial(recognise_mixture, module))
         if layered:
             self.decisions[STACK] = Decision(STACK, False, layered)
         else:
@@ -216,28 +219,37 @@ def _mlp(original: nn.Module, path: str, options: Sequence[Any], backend: Backen
 
 
 def _router(original: nn.Module, path: str, options: Sequence[Any], backend: Backend) -> _Replacement:
-    ((name, weight),), routing = original.named_parameters(), Routing(*options)
+    weight, bias = router_names(original)
+    parameters: dict[str, Any] = dict(original.named_parameters())
+    routing = Routing(*options)
     correction = correction_of(original) if routing.corrected else None
-    fused = FusedRouter(weight, correction, routing, backend)
-    slots = {_at(path, name): Slot(fused, "weight")}
+    fused = FusedRouter(parameters[weight], parameters.get(bias or ""), correction, routing, backend)
+    slots = {_at(path, weight): Slot(fused, "weight")}
+    if bias is not None:
+        slots[_at(path, bias)] = Slot(fused, "bias")
     if correction is not None:
         slots[_at(path, next(iter(original._buffers)))] = Slot(fused, "correction")
-    return _Replacement(lambda x: routes(original(x)), lambda x: routes(fused(x)), {path: fused}, slots)
+    return _Replacement(lambda x: routes(original(x[0])), lambda x: routes(fused(x[0])), {path: fused}, slots)
 
 
 def _experts(original: nn.Module, path: str, options: Sequence[Any], backend: Backend) -> _Replacement:
-    gate_up, down, activation = ExpertsOptions(*options)
+    gate_up, down, activation, *biases = filter(None, options)
     parameters: dict[str, Any] = dict(original.named_parameters())
-    fused = FusedExperts(parameters[gate_up], parameters[down], activation, backend)
-    slots = {_at(path, gate_up): Slot(fused, "gate_up"), _at(path, down): Slot(fused, "down")}
+    fused = FusedExperts(
+        parameters[gate_up], parameters[down], activation, backend, *(parameters[name] for name in biases)
+    )
+    names = zip((gate_up, down, *biases), ("gate_up", "down", "gate_up_bias", "down_bias"), strict=False)
+    slots = {_at(path, name): Slot(fused, attribute) for name, attribute in names}
+    if biases:
+        slots = dict(reversed(slots.items()))  # the first is as wide as the rows
     given = partial(given_experts, fused.num_experts)
     return _Replacement(lambda x: original(*given(x)), lambda x: fused(*given(x)), {path: fused}, slots)
 
 
 def _mixture(original: nn.Module, path: str, options: Sequence[Any], backend: Backend) -> _Replacement:
-    fused = mixture_of(original)
+    fused = mixture_of(original, *options)
     assert fused is not None, "the router and the experts are fused"
-    return _Replacement(original, fused, {path: fused}, {})
+    return _Replacement(lambda x: first_of(original(x)), lambda x: first_of(fused(x)), {path: fused}, {})
 
 
 def _projections(parent: nn.Module, path: str, names: Sequence[Any], backend: Backend) -> _Replacement:

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
 
-from ....kernels.contract import Backend
+from ....kernels.contract import CLAMPED, Backend
 from ....kernels.decoder_contract import Routing
 from ..run.fused import FusedExperts, FusedMixture, FusedMLP, FusedRMSNorm, FusedRouter, join, linear_of
 from .fuse_observe import SEED, is_plain_linear
@@ -65,6 +66,8 @@ class ExpertsOptions(NamedTuple):
     gate_up: str
     down: str
     activation: str
+    gate_up_bias: str = ""
+    down_bias: str = ""
 
 
 def is_norm_candidate(module: nn.Module) -> bool:
@@ -85,17 +88,23 @@ def is_mlp_candidate(module: nn.Module) -> bool:
 
 
 def is_router_candidate(module: nn.Module) -> bool:
-    """One input, one matrix, and the number of its rows: what a router has, perhaps with a correction of its scores. So
-    have layers of torch's own."""
-    of_torch = isinstance(module, nn.Linear | nn.Embedding) or type(module).__module__.startswith("torch.")
-    if of_torch or module._modules or len(module._buffers) > 1 or len(module._parameters) != 1:
+    """One input, one matrix, and the number of its rows: what a router has, perhaps with a bias or a correction of its
+    scores. So have layers of torch's own, and Conv1D."""
+    of_torch = isinstance(module, nn.Linear | nn.Embedding | Conv1D) or type(module).__module__.startswith("torch.")
+    if of_torch or module._modules or len(module._buffers) > 1 or None in module._parameters.values():
         return False
-    (weight,), correction = module._parameters.values(), correction_of(module)
-    if weight is None or weight.dim() != 2 or (module._buffers and correction is None):
+    matrices = [len(p) for p in module.parameters() if p.dim() == 2]
+    others = [tuple(x.shape) for x in (*module.parameters(), *module.buffers()) if x.dim() != 2]
+    if len(matrices) != 1 or len(others) > 1 or any(shape != (matrices[0],) for shape in others):
         return False
-    if correction is not None and correction.shape != weight.shape[:1]:
-        return False
-    return len(weight) in _integers(module) and _takes_one_input(module)
+    kept = len(_kept_buffers(module)) == len(module._buffers)
+    return kept and matrices[0] in _integers(module) and _takes_one_input(module)
+
+
+def router_names(router: nn.Module) -> tuple[str, str | None]:
+    """Of the matrix and the bias."""
+    names = {parameter.dim(): name for name, parameter in router.named_parameters()}
+    return names[2], names.get(1)
 
 
 def correction_of(router: nn.Module) -> torch.Tensor | None:
@@ -108,7 +117,20 @@ def is_experts_candidate(module: nn.Module) -> bool:
     return _experts_names(module) is not None and len(inspect.signature(module.forward).parameters) == 3
 
 
-def mixture_of(module: nn.Module) -> FusedMixture | None:
+def first_of(out: Any) -> Any:
+    """What a module gives, of several results the first."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+def recognise_mixture(module: nn.Module) -> tuple[str, ...]:
+    """What the module gives beside its output."""
+    like = next(module.parameters())
+    experts = next(part for part in module.children() if isinstance(part, FusedExperts))
+    out = module(random_rows(ROW_COUNTS[0], experts.tensors().layers(0)[0].weight.shape[1], -1, 1, like))
+    return ("shares",) if isinstance(out, tuple) else ()
+
+
+def mixture_of(module: nn.Module, *beside: str) -> FusedMixture | None:
     """The fused router and experts of a module that takes one input, and has nothing else but a shared expert."""
     if isinstance(module, FusedMixture) or module._parameters or not _takes_one_input(module):
         return None
@@ -122,7 +144,7 @@ def mixture_of(module: nn.Module) -> FusedMixture | None:
         return None
     if gate is not None and (shared is None or gate.out_features != 1 or gate.bias is not None):
         return None
-    return FusedMixture(router, experts, shared, gate)
+    return FusedMixture(router, experts, shared, gate, gives_shares=bool(beside))
 
 
 def recognise_norm(module: nn.Module, backend: Backend) -> NormOptions:
@@ -159,17 +181,22 @@ def recognise_mlp(module: nn.Module, backend: Backend) -> MLPOptions:
 
 def recognise_router(module: nn.Module, backend: Backend) -> Routing:
     """How a router chooses. Raises `NotRecognisedError` for what is none."""
-    ((name, parameter),) = module.named_parameters()
+    name, bias_name = router_names(module)
+    parameter = module.get_parameter(name)
     experts, width = parameter.shape
     # of small logits, because sigmoids of large ones are all 1, and of so many rows that each rule shows in some
-    normal, shapes = partial(torch.randn, generator=torch.Generator().manual_seed(SEED)), (experts, (1, 64, width))
+    normal, shapes = partial(torch.randn, generator=torch.Generator().manual_seed(SEED)), (experts, (64, width))
     correction, rows, weight = (normal(shape).to(parameter.device) for shape in (*shapes, (experts, width)))
     correction.mul_(0.2), weight.mul_(width**-0.5)
     given = dict.fromkeys(_kept_buffers(module), correction)
-    agrees = _trial(module, {name: weight, **given}, width, -2, lambda _: (rows,), routes)
+    bias = nn.Parameter(correction) if bias_name else None
+    biased = {bias_name: correction} if bias_name else {}
+    agrees = _trial(module, {name: weight, **biased, **given}, width, -2, lambda _: (rows,), routes)
     logits, shares, chosen = module(rows.to(parameter.dtype))
     widened, precise = (x.dtype == torch.float32 for x in (shares, logits))
     precise = precise and parameter.dtype != torch.float32
+    if precise and bias_name:
+        raise NotRecognisedError("adds a bias to fp32 logits")
     sizes = [n for n in _integers(module) if n > 1]
     groups = [(n, kept) for n, kept in permutations((*sizes, 1), 2) if kept < n and experts % n == 0 and experts > n]
     scales = [1.0, *(float(x) for x in vars(module).values() if type(x) in (int, float) and x > 0)]
@@ -177,7 +204,7 @@ def recognise_router(module: nn.Module, backend: Backend) -> Routing:
         (False, True), (True, False), (True, False) if given else (False,), [(1, 1), *groups], dict.fromkeys(scales)
     ):
         routing = Routing(chosen.shape[1], normalise, widened, sigmoid, precise, corrected, limits[0], limits[1], scale)
-        if agrees(FusedRouter(nn.Parameter(weight), correction if corrected else None, routing, backend)):
+        if agrees(FusedRouter(nn.Parameter(weight), bias, correction if corrected else None, routing, backend)):
             return routing
     raise NotRecognisedError("computes something other than the largest of a softmax or of sigmoids")
 
@@ -194,28 +221,41 @@ def recognise_experts(module: nn.Module, backend: Backend) -> ExpertsOptions:
     """Names and activation of a mixture's experts. Raises `NotRecognisedError` for what are none."""
     names = _experts_names(module)
     assert names is not None, "it is a candidate"
-    parameters = dict(module.named_parameters())
-    count, device = len(parameters[names[0]]), parameters[names[0]].device
-    random = partial(_random, torch.Generator().manual_seed(SEED), device)
-    gate_up, down = random(count, 2 * _INNER, _HIDDEN), random(count, _HIDDEN, _INNER)
-    agrees = _trial(module, dict(zip(names, (gate_up, down), strict=True)), _HIDDEN, -2, partial(given_experts, count))
-    for activation in ACTIVATIONS:
-        if agrees(FusedExperts(nn.Parameter(gate_up), nn.Parameter(down), activation, backend)):
-            return ExpertsOptions(*names, activation)
-    raise NotRecognisedError("computes something other than a sum of down(act(gate(x)) * up(x)) with silu or gelu")
+    first = module.get_parameter(names[0])
+    random = partial(_random, torch.Generator().manual_seed(SEED), first.device)
+    tensors = [random(*shape) for shape in _experts_shapes(len(first), _HIDDEN, _INNER, len(names) == 4)]
+    given = partial(given_experts, len(first))
+    agrees = _trial(module, dict(zip(names, tensors, strict=True)), _HIDDEN, -2, given)
+    gate_up, down, *biases = map(nn.Parameter, tensors)
+    for activation in (CLAMPED,) if biases else ACTIVATIONS:
+        if agrees(FusedExperts(gate_up, down, activation, backend, *biases)):
+            return ExpertsOptions(names[0], names[1], activation, *names[2:])
+    raise NotRecognisedError("computes something other than a sum of down(act(gate(x)) * up(x)) with a known act")
 
 
-def _experts_names(module: nn.Module) -> tuple[str, str] | None:
-    """Of the parameters gate_up ``[experts, 2 * inner, hidden]`` and down ``[experts, hidden, inner]``, if it has just
-    these."""
+def _experts_shapes(experts: int, hidden: int, inner: int, biased: bool) -> list[tuple[int, ...]]:
+    """Of the parameters gate_up and down, and of their biases; see `Experts`."""
+    if biased:
+        return [(experts, hidden, 2 * inner), (experts, inner, hidden), (experts, 2 * inner), (experts, hidden)]
+    return [(experts, 2 * inner, hidden), (experts, hidden, inner)]
+
+
+def _experts_names(module: nn.Module) -> tuple[str, ...] | None:
+    """Of the parameters with `_experts_shapes`, if it has just these. Those with biases only on a CPU: elsewhere the
+    model's own are faster."""
     held = module._parameters
-    if module._buffers or len(held) != 2 or len(list(module.parameters())) != 2:
+    if module._buffers or len(held) not in (2, 4) or len(list(module.parameters())) != len(held):
         return None
-    for (first, a), (second, b) in permutations(held.items(), 2):
-        if a is not None and b is not None and a.dim() == b.dim() == 3:
-            experts, hidden, inner = b.shape
-            if a.shape == (experts, 2 * inner, hidden):
-                return first, second
+    shapes, biased = {name: tuple(p.shape) for name, p in module.named_parameters()}, len(held) == 4
+    if biased and next(module.parameters()).device.type != "cpu":
+        return None
+    for names in permutations(shapes):
+        found = [shapes[name] for name in names]
+        if len(found[1]) == 3:
+            experts, out, into = found[1]
+            hidden, inner = (into, out) if biased else (out, into)
+            if found == _experts_shapes(experts, hidden, inner, biased):
+                return names
     return None
 
 

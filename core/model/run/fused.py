@@ -52,10 +52,16 @@ class FusedRouter(nn.Module):
     """Chooses the experts of each row by a product: see `Routing`. Keeps the original's parameter and correction."""
 
     def __init__(
-        self, weight: nn.Parameter, correction: torch.Tensor | None, routing: Routing, backend: Backend
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        correction: torch.Tensor | None,
+        routing: Routing,
+        backend: Backend,
     ) -> None:
         super().__init__()
         self.weight = weight
+        self.bias = bias
         self.correction = nn.Buffer(correction) if correction is not None else None
         self.routing = routing
         self._linear = backend.linear
@@ -65,7 +71,8 @@ class FusedRouter(nn.Module):
         """``[..., hidden]`` → logits ``[rows, experts]``, shares and numbers of experts ``[rows, top_k]``."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         precise = self.routing.precise
-        logits = self._linear(rows.float(), self.weight.float()) if precise else self._linear(rows, self.weight)
+        given = (rows.float(), self.weight.float()) if precise else (rows, self.weight, self.bias)
+        logits = self._linear(*given)
         chosen, shares = self._route(logits, self.routing, self.correction)
         return logits, shares if self.routing.widened else shares.to(hidden_states.dtype), chosen
 
@@ -73,10 +80,14 @@ class FusedRouter(nn.Module):
 class FusedExperts(nn.Module):
     """The experts of a mixture, each a gated MLP: see `Backend.experts`. Keeps the original's parameters."""
 
-    def __init__(self, gate_up: nn.Parameter, down: nn.Parameter, activation: str, backend: Backend) -> None:
+    def __init__(
+        self, gate_up: nn.Parameter, down: nn.Parameter, activation: str, backend: Backend, *biases: nn.Parameter
+    ) -> None:
         super().__init__()
         self.gate_up = gate_up
         self.down = down
+        self.gate_up_bias = biases[0] if biases else None
+        self.down_bias = biases[1] if biases else None
         self.activation = activation
         self.num_experts = len(down)
         self._experts = backend.experts
@@ -88,7 +99,9 @@ class FusedExperts(nn.Module):
         return self._experts(hidden_states, top_k_index, top_k_weights, self.tensors())
 
     def tensors(self) -> Experts:
-        return Experts(self.gate_up, self.down, self.activation)
+        first, second = self.gate_up_bias, self.down_bias
+        biases = None if first is None or second is None else (first, second)
+        return Experts(self.gate_up, self.down, self.activation, biases)
 
 
 class FusedMixture(nn.Module):
@@ -100,14 +113,16 @@ class FusedMixture(nn.Module):
         experts: FusedExperts,
         shared: FusedMLP | None = None,
         shared_gate: nn.Linear | None = None,
+        gives_shares: bool = False,
     ) -> None:
         super().__init__()
+        self.gives_shares = gives_shares  # beside the output, as the original does
         self.router = router
         self.experts = experts
         self.shared = shared
         self.shared_gate = shared_gate
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """``[..., hidden]`` → ``[..., hidden]``."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, shares, chosen = self.router(rows)
@@ -115,12 +130,13 @@ class FusedMixture(nn.Module):
         if self.shared is not None:
             more: torch.Tensor = self.shared(rows)
             out = out + (more if self.shared_gate is None else gate_rows(more, self.shared_gate(rows)))
-        return out.view(hidden_states.shape)
+        out = out.view(hidden_states.shape)
+        return (out, shares) if self.gives_shares else out
 
     def tensors(self) -> Mixture:
         router, experts, shared, gate = self.router, self.experts, self.shared, self.shared_gate
         return Mixture(
-            Linear(router.weight, None),
+            Linear(router.weight, router.bias),
             router.routing,
             router.correction,
             experts.tensors(),
