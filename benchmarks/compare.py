@@ -86,11 +86,12 @@ def least_seconds(workload_name: str, machine: Machine) -> float:
     workload = WORKLOADS[workload_name]
     c: dict[str, Any] = json.loads((MODELS / workload.model / "config.json").read_text())
     head, layers, experts = c["hidden_size"] * c["vocab_size"], 0.0, 0
-    chosen = c.get("num_experts_per_tok", 1) / (c.get("num_experts") or c.get("num_local_experts", 1))
+    of_all = next((c[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if c.get(key)), 1)
+    chosen = c.get("num_experts_per_tok", 1) / of_all
     for file in (MODELS / workload.model).glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
             shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118  # no mapping
-        sizes = {name: prod(shape) for name, shape in shapes.items() if ".layers." in name and len(shape) == 2}
+        sizes = {name: prod(shape) for name, shape in shapes.items() if ".layers." in name and len(shape) > 1}
         experts += sum(size for name, size in sizes.items() if ".experts." in name)
         layers += sum(sizes.values())
     asked = asks(workload, c["vocab_size"])

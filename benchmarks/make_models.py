@@ -18,6 +18,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     Mamba2Config,
     PreTrainedConfig,
@@ -63,6 +65,34 @@ SHAPES: dict[str, PreTrainedConfig] = {
         num_key_value_heads=4,
         head_dim=64,
         max_position_embeddings=40_960,
+    ),
+    # the same with a router of sigmoids, a shared expert and a first layer without experts
+    "glm4-moe-0.7b": Glm4MoeConfig(
+        vocab_size=32_000,
+        hidden_size=1_024,
+        intermediate_size=3_072,
+        moe_intermediate_size=512,
+        n_routed_experts=32,
+        num_experts_per_tok=4,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        use_qk_norm=True,
+        max_position_embeddings=40_960,
+    ),
+    "gpt-oss-0.7b": GptOssConfig(
+        vocab_size=32_000,
+        hidden_size=1_024,
+        intermediate_size=512,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        num_hidden_layers=12,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=40_960,
+        rope_parameters={"rope_type": "default", "rope_theta": 150_000.0},
     ),
     # three of four layers keep a state
     "qwen3.5-110m": Qwen3_5TextConfig(
