@@ -433,7 +433,8 @@ class Backend(Protocol):
         self, logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts of each row by a router's logits ``[rows, experts]`` → their numbers, int64 ``[rows, top_k]``, those
-        of the highest scores first, and their shares, fp32. correction: fp32 ``[experts]``, see `Routing`."""
+        of the highest scores first, of equal ones the first, and their shares, fp32. correction: ``[experts]``, see
+        `Routing`."""
         scores = logits.float().sigmoid() if routing.sigmoid else logits.float().softmax(1)
         places = scores if correction is None else scores + correction
         if routing.groups > 1:
@@ -441,7 +442,7 @@ class Backend(Protocol):
             left_out = parts.topk(2)[0].sum(2).argsort(dim=1, descending=True, stable=True)[:, routing.kept :]
             gone = torch.zeros_like(parts[..., 0], dtype=torch.bool).scatter_(1, left_out, True)
             places = parts.masked_fill(gone.unsqueeze(2), -torch.inf).flatten(1)
-        chosen = places.topk(routing.top_k)[1]
+        chosen = places.argsort(dim=1, descending=True, stable=True)[:, : routing.top_k]
         shares = scores.gather(1, chosen)
         if routing.normalise:
             shares = shares / (shares.sum(1, keepdim=True) + 1e-20)

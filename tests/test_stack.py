@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import tiny
-from mainspring.core.model.learn.fuse import STACK, Fusion, fuse_model
+from mainspring.core.model.learn.fuse import ROUTER, STACK, Fusion, fuse_model
 from mainspring.core.model.learn.fuse_observe import stand_in
 from mainspring.core.model.run.stack import StackedDecoder, StackOptions
 from mainspring.kernels.decoder_contract import DecoderLayer, GatedMLP
@@ -135,6 +135,16 @@ def test_logits_are_those_of_the_model_s_own_code(name: str, dtype: torch.dtype)
     assert "decoder_stack: 1 fused (4 layers)" in report.lines()
     difference = (logits_of(model) - before).abs().amax(-1) / before.std()
     assert difference.max() <= 1e-4 if dtype == torch.float32 else difference.median() <= 0.1
+
+
+def test_a_router_that_is_kept_in_fp32_is_left_alone() -> None:
+    model = build("flint", torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("gate.weight"):
+            parameter.data = parameter.data.float()
+    report, _ = fuse(model)
+    reasons = {decision.reason for decision in report.decisions.values() if decision.kind == ROUTER}
+    assert reasons == {"is in torch.float32, where rows are in torch.bfloat16"}
 
 
 @pytest.mark.parametrize(("name", "reason"), LEFT.items())

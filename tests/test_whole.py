@@ -429,6 +429,19 @@ def test_quantized_weights_are_near_and_logits_are_theirs(
     assert torch.equal(model.embed(ids), plain.embed(ids))
 
 
+def test_norms_may_be_in_fp32(native: NativeBackend) -> None:
+    """transformers keeps those of gpt-oss so in a model of fp16."""
+    model = build_one("gpt_oss", torch.float16)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data = parameter.data.float()
+    own = own_logits(model)
+    paged = page(model, backend=native)
+    make_whole(paged, native)
+    assert paged.whole is not None, paged.notes[-1]
+    assert typical_error(logits_of(paged, native), own) < 0.02
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_what_does_not_run_as_a_whole_is_not_quantized(native: NativeBackend, bits: int) -> None:
     mixture = page(build("hy_v3"), backend=native)  # its router is given a bias

@@ -271,7 +271,7 @@ class FlashInferBackend(Backend):
         return query, key
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """A gated MLP's activation. Raises ValueError for an activation that is not one of the three."""
+        """See `Backend.act_and_mul`."""
         width = gate_up.shape[-1] // 2
         name = f"{activation}_and_mul"
         known = activation in ("silu", "gelu", "gelu_tanh")

@@ -76,7 +76,7 @@ class NativeDecoder:
         self._held: list[Any] = [norm]  # what C++ has addresses of
         self.weights: dict[int, PanelWeight | PackedExperts | _InterleavedBias | _Copy] = {}
         self._bits, self._quantized = bits, quantized or {}
-        self._dtype, self._vocab = norm.weight.dtype, head.weight.shape[0]
+        self._dtype, self._vocab = head.weight.dtype, head.weight.shape[0]
         packed = [self._layer(layer) for layer in layers]
         words = _DECODER.pack(DTYPES[self._dtype], len(norm.weight), len(layers)) + self._norm(norm)
         words += self._linear(head, None if bits in (None, NF4) else _HEAD_BITS) + b"".join(packed)

@@ -108,7 +108,7 @@ void route_row(const L* logits, const MixtureOf& m, int32_t* chosen, float* shar
     }
     const float whole = m.sigmoid ? 1 : sum(total);
     for (int e = 0; e < n; ++e) scores[e] /= whole;
-    if (m.correction || m.groups > 1)  // else logits are in the order of scores
+    if (m.sigmoid || m.correction || m.groups > 1)  // else logits are in the order of scores
         for (int e = 0; e < n; ++e) x[e] = scores[e] + (m.correction ? m.correction[e] : 0);
     if (m.groups > 1) keep_groups(m, x.data());
     float sum_of_chosen = 0;

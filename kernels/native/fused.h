@@ -146,7 +146,7 @@ inline void clamped_row(const T* gate_up, int64_t width, T* out) {
         store(both, load_up_to(gate_up + 2 * d, 2 * n));
         if (2 * n > LANES) store(both + LANES, load_up_to(gate_up + 2 * d + LANES, 2 * n - LANES));
         for (int j = 0; j < LANES; ++j) gate[j] = both[2 * j], up[j] = both[2 * j + 1];
-        const F32 g = min(load(gate), limit), u = min(max(load(up), least), limit);
+        const F32 g = min(limit, load(gate)), u = min(limit, max(least, load(up)));  // in this order NaN stays
         store_up_to(out + d, mul(mul(add(u, one), g), sigmoid(mul(slope, g))), n);
     }
 }

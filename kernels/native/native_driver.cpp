@@ -102,7 +102,7 @@ void elementwise(Dtype dtype, int64_t rows, int64_t width, int threads) {
         x.address(), more.address(), (int64_t)dtype, weight.address(), (int64_t)dtype, rows, width, words(1e-6), words(0), threads,
     };
     mainspring_add_rms_norm(added);
-    for (int64_t activation = 0; activation < 3; ++activation) {
+    for (int64_t activation = 0; activation < 4; ++activation) {
         const Array half(dtype, rows * (width / 2));
         const int64_t act[] = {x.address(), width, (int64_t)dtype, activation, rows, width / 2, half.address(), threads};
         mainspring_act_and_mul(act);
@@ -195,7 +195,7 @@ std::vector<std::vector<char>> decode(Dtype dtype, WeightKind kind, Dtype cache_
         return {vectors.back().bytes.get(), dtype, n, 1e-6, 1};
     };
     std::vector<PackedLinear> linears;
-    linears.reserve(40);
+    linears.reserve(60);
     const auto linear = [&](int64_t N, int64_t K, bool gated = false) {
         return linears.emplace_back(kind, dtype, N, K, gated).of;
     };
@@ -218,6 +218,10 @@ std::vector<std::vector<char>> decode(Dtype dtype, WeightKind kind, Dtype cache_
     std::vector<LinearOf> experts;
     for (int i = 0; i < 9; ++i) experts.push_back(linear(2 * 16, HIDDEN, true)), experts.push_back(linear(HIDDEN, 16));
     const std::vector<float> shared_gate(HIDDEN, 0.1f);
+    std::vector<LinearOf> clamped;  // with biases
+    for (int i = 0; i < 5; ++i) clamped.push_back(linear(2 * 13, HIDDEN)), clamped.push_back(linear(HIDDEN, 13));
+    layers[1].activation = Activation::clamped;
+    layers[1].mixture = {linear(5, HIDDEN), clamped.data(), 2, 0, 1, 0, nullptr, 0, 0, 1, 1, 1, nullptr};
     const std::vector<float> correction(9, 0.2f);
     const bool precise = kind == WeightKind(dtype);  // the bytes of a packed router are as many
     layers[2].mixture = {

@@ -74,7 +74,9 @@ class Decision(NamedTuple):
     kind: str  # one of the above
     fused: bool
     reason: str  # why not; empty where fused
-    options: Sequence[Any] = ()  # the fields of …Options, or the names of joined layers
+    options: Sequence[
+        Any
+    ] = ()  # the fields of …Options or `Routing`, names of joined layers, what a mixture gives besides
 
 
 class _Replacement(NamedTuple):
@@ -130,7 +132,9 @@ class Fusion:
             elif is_mlp_candidate(module):
                 self._settle_one(path, GATED_MLP, partial(recognise_mlp, module, self.backend), {"": module})
             elif is_router_candidate(module):
-                self._settle_one(path, ROUTER, partial(recognise_router, module, self.backend), {"": module})
+                self._settle_one(
+                    path, ROUTER, partial(recognise_router, module, self.backend, self.model.dtype), {"": module}
+                )
             elif is_experts_candidate(module):
                 self._settle_one(path, EXPERTS, partial(recognise_experts, module, self.backend), {"": module})
             for children in groups.get(path, ()):

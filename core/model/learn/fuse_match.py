@@ -123,11 +123,18 @@ def first_of(out: Any) -> Any:
 
 
 def recognise_mixture(module: nn.Module) -> tuple[str, ...]:
-    """What the module gives beside its output."""
-    like = next(module.parameters())
-    experts = next(part for part in module.children() if isinstance(part, FusedExperts))
-    out = module(random_rows(ROW_COUNTS[0], experts.tensors().layers(0)[0].weight.shape[1], -1, 1, like))
-    return ("shares",) if isinstance(out, tuple) else ()
+    """What the module gives beside its output: nothing, or the shares. Raises `NotRecognisedError` for more."""
+    router = next(part for part in module.children() if isinstance(part, FusedRouter))
+    rows = random_rows(ROW_COUNTS[0], router.weight.shape[1], -1, 1, router.weight)
+    try:
+        out, shares = module(rows), router(rows)[1]
+    except Exception as error:  # any model's code
+        raise NotRecognisedError(f"can't be run on random rows ({type(error).__name__}: {error})") from error
+    if not isinstance(out, tuple):
+        return ()
+    if len(out) == 2 and isinstance(out[1], torch.Tensor) and torch.equal(out[1], shares):
+        return ("shares",)
+    raise NotRecognisedError("gives more than an output and shares")
 
 
 def mixture_of(module: nn.Module, *beside: str) -> FusedMixture | None:
@@ -179,10 +186,12 @@ def recognise_mlp(module: nn.Module, backend: Backend) -> MLPOptions:
     raise NotRecognisedError("computes something other than down(act(gate(x)) * up(x)) with silu or gelu")
 
 
-def recognise_router(module: nn.Module, backend: Backend) -> Routing:
-    """How a router chooses. Raises `NotRecognisedError` for what is none."""
+def recognise_router(module: nn.Module, backend: Backend, dtype: torch.dtype) -> Routing:
+    """How a router chooses, in a model of this dtype. Raises `NotRecognisedError` for what is none."""
     name, bias_name = router_names(module)
     parameter = module.get_parameter(name)
+    if parameter.dtype != dtype:
+        raise NotRecognisedError(f"is in {parameter.dtype}, where rows are in {dtype}")
     experts, width = parameter.shape
     # of small logits, because sigmoids of large ones are all 1, and of so many rows that each rule shows in some
     normal, shapes = partial(torch.randn, generator=torch.Generator().manual_seed(SEED)), (experts, (64, width))
@@ -210,8 +219,8 @@ def recognise_router(module: nn.Module, backend: Backend) -> Routing:
 
 
 def routes(out: Any) -> torch.Tensor:
-    """What a router gave, of which experts that are equally likely may stand for one another: the shares and logits of
-    those chosen, the likeliest first, ``[rows, 2 * n]``."""
+    """What a router gave: the shares and logits of the experts chosen, the likeliest first, ``[rows, 2 * n]``. So those
+    that are equally likely may stand for one another, if nothing corrects them."""
     logits, shares, chosen = out
     logits, order = logits.gather(1, chosen).sort(1, descending=True)
     return torch.cat([shares.gather(1, order), logits.to(shares.dtype)], 1)

@@ -104,6 +104,8 @@ def _recognise(model: PagedModel) -> tuple[StackedDecoder, Head, float | None, b
         raise NotRecognisedError("its layers are of no form that is known")
     if not all(layer.mlp is None or isinstance(layer.mlp, GatedMLP | FusedMixture) for layer in stack.layers):
         raise NotRecognisedError("an MLP is neither a gated one nor experts with their router")
+    if any(p.dim() > 1 and p.is_floating_point() and p.dtype != model.dtype for p in stack.decoder.parameters()):
+        raise NotRecognisedError("its weights have several dtypes")
     attending = sum(isinstance(layer.mixer, AttentionMixer) for layer in stack.layers)
     if len(model.layers) != attending:
         raise NotRecognisedError(f"{attending} layers with attention make {len(model.layers)} attention calls")

@@ -49,7 +49,7 @@ class FusedMLP(nn.Module):
 
 
 class FusedRouter(nn.Module):
-    """Chooses the experts of each row by a product: see `Routing`. Keeps the original's parameter and correction."""
+    """Chooses the experts of each row by a product: see `Routing`. Keeps the original's tensors."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class FusedMixture(nn.Module):
         self.shared_gate = shared_gate
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """``[..., hidden]`` → ``[..., hidden]``."""
+        """``[..., hidden]`` → ``[..., hidden]``, perhaps with the shares ``[rows, top_k]``."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, shares, chosen = self.router(rows)
         out: torch.Tensor = self.experts(rows, chosen, shares)
