@@ -441,7 +441,7 @@ models that a paged cache can't serve, and then compares its logits with the mod
   `max_model_len` is larger only where it is set: with `dynamic` up to `factor` times the original length. With `yarn`
   the model's limit is at least `factor` times that length, whatever `max_position_embeddings` says.
 - **Routed experts** (`enable_return_routed_experts`) are given for models whose experts are called with the numbers of
-  the experts of each token. Models without experts, and Llama 4 and JetMoe, are refused.
+  the experts of each token. Models without experts, Llama 4 and JetMoe, and quantized weights are refused.
 - **Retrieval models** with a decoder (ColPali, ColQwen2) give
   [vectors of tokens](media.md#vectors-of-tokens-of-images-and-texts). ColModernVBert is refused, because its trunk is
   an encoder that takes images.
