@@ -538,7 +538,7 @@ class Backend(Protocol):
 
     def act_and_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """``act(gate) * up`` of ``[rows, 2 * n]``, gate first → ``[rows, n]``, computed in fp32; activation is
-        ``silu``, ``gelu``, ``gelu_tanh``, or `CLAMPED` where gate and up alternate. Raises ValueError for another."""
+        ``silu``, ``gelu``, ``gelu_tanh``, or `CLAMPED` with both interleaved. Raises ValueError for another."""
 
 
 def each_expert(

@@ -95,7 +95,7 @@ class GatedMLP(NamedTuple):
 
 class Experts(NamedTuple):
     """Gated MLPs of one shape. activation: see `Backend.act_and_mul`. Those with biases have the form of gpt-oss:
-    weights are ``[experts, in, out]``, and gate and up alternate."""
+    weights are ``[experts, in, out]``, and gate and up are interleaved."""
 
     gate_up: torch.Tensor  # [experts, 2 * inner, hidden], gate first
     down: torch.Tensor  # [experts, hidden, inner]

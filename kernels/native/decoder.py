@@ -236,10 +236,10 @@ class NativeDecoder:
     def _mixture(self, mixture: Mixture) -> bytes:
         """`MixtureOf`. The router is not quantized."""
         gate_up, down, _, biases = mixture.experts
-        gated = biases is None and down.shape[2] % GATE == 0
-        turned = biases is not None
+        transposed = biases is not None
+        gated = not transposed and down.shape[2] % GATE == 0
         places = [[bias[e].data_ptr() for bias in biases] if biases else [0, 0] for e in range(len(down))]
-        experts = zip(self._experts(gate_up, gated, turned), self._experts(down, False, turned), strict=True)
+        experts = zip(self._experts(gate_up, gated, transposed), self._experts(down, False, transposed), strict=True)
         words = b"".join(
             _LINEAR.pack(*panel.words(), bias)
             for panels, of_expert in zip(experts, places, strict=True)
@@ -262,14 +262,14 @@ class NativeDecoder:
             rule.sigmoid, rule.precise, rule.groups, rule.kept, rule.scale, correction,
         )  # fmt: skip
 
-    def _experts(self, weight: torch.Tensor, gated: bool, turned: bool) -> list[PanelWeight]:
+    def _experts(self, weight: torch.Tensor, gated: bool, transposed: bool) -> list[PanelWeight]:
         panels = []
         for each in weight.detach():
-            laid = each.T.contiguous() if turned else each
+            laid = each.T.contiguous() if transposed else each
             panels.append(pack(self._library, laid, gated, release=True, bits=self._bits))
-            if turned:
+            if transposed:
                 host_memory.give_back(each)
-        self.weights[id(weight)] = PackedExperts(panels, turned)
+        self.weights[id(weight)] = PackedExperts(panels, transposed)
         weight.data = torch.empty(0, dtype=weight.dtype)
         return panels
 

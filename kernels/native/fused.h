@@ -136,7 +136,7 @@ inline void act_and_mul_row(const T* gate, const T* up, int64_t width, T* out) {
     }
 }
 
-// gpt-oss': (up + 1) * gate * sigmoid(1.702 * gate) of limited gate and up, which alternate. out may be gate_up.
+// gpt-oss': (up + 1) * gate * sigmoid(1.702 * gate) of limited gate and up, interleaved. out may be gate_up.
 template <class T>
 inline void clamped_row(const T* gate_up, int64_t width, T* out) {
     const F32 limit = set(7), least = set(-7), one = set(1), slope = set(1.702f);

@@ -73,11 +73,11 @@ class PanelWeight(NamedTuple):
 
 
 class PackedExperts(NamedTuple):
-    """``[experts, out_features, in_features]``, or turned ``[experts, in_features, out_features]``, each expert's in
-    panels of its own."""
+    """``[experts, out_features, in_features]``, or transposed ``[experts, in_features, out_features]``, each expert's
+    in panels of its own."""
 
     panels: list[PanelWeight]
-    turned: bool
+    transposed: bool
 
     @property
     def memory(self) -> list[torch.Tensor]:
@@ -86,7 +86,7 @@ class PackedExperts(NamedTuple):
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Those experts: int64 ``[n]``."""
         experts = torch.stack([self.panels[i].unpack() for i in ids.tolist()])
-        return experts.transpose(1, 2).contiguous() if self.turned else experts
+        return experts.transpose(1, 2).contiguous() if self.transposed else experts
 
     def unpack(self) -> torch.Tensor:
         """As it was before, or as near as its quantization is."""
@@ -94,7 +94,7 @@ class PackedExperts(NamedTuple):
 
     def replace(self, weight: torch.Tensor) -> None:
         """By others, in the same form."""
-        for panel, each in zip(self.panels, weight.transpose(1, 2) if self.turned else weight, strict=True):
+        for panel, each in zip(self.panels, weight.transpose(1, 2) if self.transposed else weight, strict=True):
             panel.replace(each)
 
 

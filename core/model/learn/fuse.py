@@ -74,9 +74,8 @@ class Decision(NamedTuple):
     kind: str  # one of the above
     fused: bool
     reason: str  # why not; empty where fused
-    options: Sequence[
-        Any
-    ] = ()  # the fields of …Options or `Routing`, names of joined layers, what a mixture gives besides
+    # the fields of …Options or `Routing`, the names of joined layers, or what a mixture returns besides its output
+    options: Sequence[Any] = ()
 
 
 class _Replacement(NamedTuple):

@@ -193,14 +193,17 @@ def recognise_router(module: nn.Module, backend: Backend, dtype: torch.dtype) ->
     if parameter.dtype != dtype:
         raise NotRecognisedError(f"is in {parameter.dtype}, where rows are in {dtype}")
     experts, width = parameter.shape
-    # of small logits, because sigmoids of large ones are all 1, and of so many rows that each rule shows in some
-    normal, shapes = partial(torch.randn, generator=torch.Generator().manual_seed(SEED)), (experts, (64, width))
-    correction, rows, weight = (normal(shape).to(parameter.device) for shape in (*shapes, (experts, width)))
-    correction.mul_(0.2), weight.mul_(width**-0.5)
-    given = dict.fromkeys(_kept_buffers(module), correction)
-    bias = nn.Parameter(correction) if bias_name else None
-    biased = {bias_name: correction} if bias_name else {}
-    agrees = _trial(module, {name: weight, **biased, **given}, width, -2, lambda _: (rows,), routes)
+    # Logits are small, because the sigmoids of large ones are all 1. There are so many rows that each rule shows.
+    generator = torch.Generator().manual_seed(SEED)
+    shapes = (experts, width), (64, width), (experts,)
+    weight, rows, numbers = (torch.randn(shape, generator=generator).to(parameter.device) for shape in shapes)
+    weight, numbers = weight * width**-0.5, numbers * 0.2  # the numbers stand for a bias or a correction
+    given = {name: weight, **dict.fromkeys(_kept_buffers(module), numbers)}
+    if bias_name:
+        given[bias_name] = numbers
+    bias = nn.Parameter(numbers) if bias_name else None
+    corrections = [None] if correction_of(module) is None else [numbers, None]
+    agrees = _trial(module, given, width, -2, lambda _: (rows,), routes)
     logits, shares, chosen = module(rows.to(parameter.dtype))
     widened, precise = (x.dtype == torch.float32 for x in (shares, logits))
     precise = precise and parameter.dtype != torch.float32
@@ -209,11 +212,12 @@ def recognise_router(module: nn.Module, backend: Backend, dtype: torch.dtype) ->
     sizes = [n for n in _integers(module) if n > 1]
     groups = [(n, kept) for n, kept in permutations((*sizes, 1), 2) if kept < n and experts % n == 0 and experts > n]
     scales = [1.0, *(float(x) for x in vars(module).values() if type(x) in (int, float) and x > 0)]
-    for sigmoid, normalise, corrected, limits, scale in product(
-        (False, True), (True, False), (True, False) if given else (False,), [(1, 1), *groups], dict.fromkeys(scales)
+    for sigmoid, normalise, correction, (count, kept), scale in product(
+        (False, True), (True, False), corrections, [(1, 1), *groups], dict.fromkeys(scales)
     ):
-        routing = Routing(chosen.shape[1], normalise, widened, sigmoid, precise, corrected, limits[0], limits[1], scale)
-        if agrees(FusedRouter(nn.Parameter(weight), bias, correction if corrected else None, routing, backend)):
+        corrected = correction is not None
+        routing = Routing(chosen.shape[1], normalise, widened, sigmoid, precise, corrected, count, kept, scale)
+        if agrees(FusedRouter(nn.Parameter(weight), bias, correction, routing, backend)):
             return routing
     raise NotRecognisedError("computes something other than the largest of a softmax or of sigmoids")
 
