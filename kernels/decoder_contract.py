@@ -155,14 +155,19 @@ rounded, too."""
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight ``[out, in]`` as integers. Neighbours along ``in`` form groups, and a value is ``scale * (number -
-    zero)`` with the scale and the zero of its group, or ``scale * codebook[number]``. Numbers have 4 bits, or 8 where
-    there are neither zeros nor a codebook: the zero is then 128."""
+    """A weight ``[out, in]`` as integers, or those of experts, stacked. Neighbours along ``in`` form groups, and
+    a value is ``scale * (number - zero)`` with the scale and the zero of its group, or ``scale * codebook[number]``.
+    Numbers have 4 bits, or 8 where there are neither zeros nor a codebook: the zero is then 128."""
 
     numbers: torch.Tensor  # uint8 [out, in]
     scales: torch.Tensor  # fp32 [out, groups]
     zeros: torch.Tensor | None  # fp32 [out, groups]
     codebook: torch.Tensor | None = None  # fp32 [16]
+
+    def expert(self, i: int) -> QuantizedWeight:
+        """One of several."""
+        zeros = None if self.zeros is None else self.zeros[i]
+        return QuantizedWeight(self.numbers[i], self.scales[i], zeros, self.codebook)
 
 
 class PackedWeight(Protocol):

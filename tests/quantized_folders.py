@@ -1,4 +1,4 @@
-"""Quantized checkpoints as AutoAWQ, AutoGPTQ and bitsandbytes write them."""
+"""Quantized checkpoints as AutoAWQ, AutoGPTQ, bitsandbytes, compressed-tensors and the makers of models write them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ GROUP = 32
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [32, 48]}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 # QLoRA, appendix E
 NORMAL_FLOATS = torch.tensor(
     [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -109,24 +113,80 @@ def bnb_of(weight: torch.Tensor, nested: bool = False, block: int = 64) -> Layer
     return tensors, (NORMAL_FLOATS[codes] * absmax[:, None]).view(weight.shape).half()
 
 
+def fp8_of(weight: torch.Tensor, block: tuple[int, int] | None = (32, 48), end: str = "weight_scale_inv") -> Layer:
+    """block: of rows and columns that have a scale; None: each row has one."""
+    rows, columns = block or (1, weight.shape[1])
+    spread = (-len(weight) % rows, -weight.shape[1] % columns)
+    padded = torch.nn.functional.pad(weight.float(), (0, spread[1], 0, spread[0]))
+    blocks = padded.view(len(padded) // rows, rows, -1, columns)
+    scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+    numbers = (blocks / scales).to(torch.float8_e4m3fn)
+    stands_for = (numbers.float() * scales).view_as(padded)[: len(weight), : weight.shape[1]].half()
+    numbers = numbers.view_as(padded)[: len(weight), : weight.shape[1]].contiguous()
+    return {"weight": numbers, end: scales[:, 0, :, 0].contiguous()}, stands_for
+
+
+def compressed_of(weight: torch.Tensor, bits: int = 4, group: int | None = GROUP, symmetric: bool = True) -> Layer:
+    """bits: 4 or 8, packed; 16 stands for int8 that is not packed. group: None is a whole row."""
+    packed, bits = bits < 16, min(bits, 8)
+    numbers, scales, zeros, _ = rounded(weight, group or weight.shape[1], bits, symmetric)
+    stands_for = ((numbers - zeros[..., None]) * scales.float()[..., None]).flatten(1).half()
+    numbers = numbers.flatten(1)
+    if not packed:
+        return {"weight": (numbers - 128).to(torch.int8), "weight_scale": scales}, stands_for
+    tensors = {
+        "weight_packed": pack_in_order(numbers, bits),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+    if not symmetric:
+        tensors["weight_zero_point"] = pack_in_order(zeros.T, bits).T.contiguous()
+    return tensors, stands_for
+
+
+def mxfp4_of(weight: torch.Tensor) -> Layer:
+    """Of experts ``[experts, in, out]``."""
+    groups = weight.float().transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = groups.abs().amax(-1).log2().floor() - 2
+    scaled = groups / exponents.exp2()[..., None]
+    codes = (scaled.abs()[..., None] - FP4_VALUES).abs().argmin(-1)
+    stands_for = FP4_VALUES[codes] * scaled.sign() * exponents.exp2()[..., None]
+    codes = codes + 8 * (scaled < 0)
+    tensors = {
+        "blocks": (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8),
+        "scales": (exponents + 127).to(torch.uint8),
+    }
+    return tensors, stands_for.flatten(2).transpose(1, 2).contiguous()
+
+
+def make_mxfp4(folder: Path, **fields: Any) -> tuple[Path, Path, dict[str, torch.Tensor]]:
+    """As `make_quantized`, of gpt-oss."""
+    return make_quantized(folder, mxfp4_of, MXFP4, "gpt_oss", dim=3, before_end="_", dtype=torch.bfloat16, **fields)
+
+
 def make_quantized(
     folder: Path,
     of_layer: Callable[[torch.Tensor], Layer],
     config: Mapping[str, Any],
     architecture: str = "llama",
     but: Sequence[str] = (),
+    dim: int = 2,
+    before_end: str = ".",
+    dtype: torch.dtype = torch.float16,
     **fields: Any,
 ) -> tuple[Path, Path, dict[str, torch.Tensor]]:
-    """A quantized checkpoint, the equivalent plain one, and the values of its quantized weights."""
-    plain = tiny.make(architecture, folder / "plain", dtype=torch.float16, **fields)
+    """A quantized checkpoint, the equivalent plain one, and the values of its quantized weights, those that have so
+    many dimensions."""
+    plain = tiny.make(architecture, folder / "plain", dtype=dtype, **fields)
     tensors = load_file(plain / "model.safetensors")
     packed: dict[str, torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         path = name.removesuffix(".weight")
-        if tensor.dim() == 2 and "layers" in name and not any(part in name for part in but):
-            layer, values[name] = of_layer(tensor)
-            packed |= {f"{path}.{end}": part.contiguous().clone() for end, part in layer.items()}
+        if tensor.dim() == dim and "layers" in name and not any(part in name for part in but):
+            layer, value = of_layer(tensor)
+            values[name] = value.to(dtype)
+            packed |= {f"{path}{before_end}{end}": part.contiguous().clone() for end, part in layer.items()}
         else:
             packed[name] = tensor
     save_file({**tensors, **values}, plain / "model.safetensors", metadata={"format": "pt"})

@@ -3,6 +3,7 @@ sentence."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -17,25 +18,43 @@ import tiny
 from mainspring.core.model.learn.verify import paged_logits, random_sequences, schedule
 from mainspring.core.model.learn.whole_match import make_whole
 from mainspring.core.model.load.loader import load_model
-from mainspring.core.model.load.quantized import BITS, JoinedWeights, PackedWeights
-from mainspring.core.model.load.quantized_forms import AWQ_COLUMNS, Awq, BitsAndBytes, Gptq, unpack
+from mainspring.core.model.load.quantized import BITS, EXPANDED, PackedWeights, PlacedWeights
+from mainspring.core.model.load.quantized_forms import (
+    AWQ_COLUMNS,
+    Awq,
+    BitsAndBytes,
+    CompressedTensors,
+    Fp8,
+    Gptq,
+    Mxfp4,
+    unpack,
+    values_of,
+)
 from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import InvalidArgumentError, MainspringError, UnsupportedModelError
 from mainspring.kernels.contract import Backend
 from mainspring.kernels.decoder_contract import NF4
 from mainspring.kernels.native.native_backend import NativeBackend
+from mainspring.kernels.native.weights import PackedExperts, PanelWeight
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from native_here import why_not
 from quantized_folders import (
+    AWQ,
     BNB,
+    COMPRESSED,
+    FP8,
     GPTQ,
     GROUP,
     awq_of,
     bnb_of,
+    compressed_of,
+    fp8_of,
     gptq_of,
     make_awq,
+    make_mxfp4,
     make_quantized,
+    mxfp4_of,
     pack_columns,
 )
 
@@ -149,7 +168,7 @@ def test_weights_that_the_model_lacks_are_named(tmp_path: Path) -> None:
     weights = PackedWeights({f"model.other.{kind}": t for kind, t in awq_of(torch.randn(8, 32))[0].items()}, Awq())
     model = load_model(ModelConfig(model=str(tiny.make("llama", tmp_path))), LoadConfig(), CPU)
     with pytest.raises(UnsupportedModelError, match=r"no parameter 'model.other.weight'"):
-        JoinedWeights(weights, model.parameters)
+        PlacedWeights(weights, model.model, {})
 
 
 def test_tensors_that_do_not_fit_together_are_named() -> None:
@@ -285,6 +304,164 @@ def test_rows_that_are_no_multiple_of_32_values_are_refused(native: NativeBacken
         load(path, native, "bitsandbytes")
 
 
+# ------------------------------------------------------------------ MXFP4
+
+
+def test_a_weight_of_mxfp4_is_a_small_float_times_a_power_of_two() -> None:
+    weight = torch.randn(3, 64, 24, generator=torch.Generator().manual_seed(0))
+    tensors, values = mxfp4_of(weight)
+    assert float((values - weight).abs().max()) < 1
+    weights = PackedWeights({f"a.up_{end}": tensor for end, tensor in tensors.items()}, Mxfp4())
+    assert list(weights) == ["a.up"]
+    assert torch.equal(weights.plain("a.up"), values.bfloat16())
+    assert torch.equal(values_of(weights["a.up"]).transpose(1, 2), values)
+    for expert, i, out in [(0, 0, 0), (1, 33, 5), (2, 63, 23)]:  # one by one, from the bits of the file
+        byte = int(tensors["blocks"][expert, out, i // 32, i % 32 // 2])
+        sign, exponent, mantissa = (bits := byte >> 4 * (i % 2) & 15) >> 3, bits >> 1 & 3, bits & 1
+        size = (1 + mantissa / 2) * 2 ** (exponent - 1) if exponent else mantissa / 2
+        scale = 2.0 ** (int(tensors["scales"][expert, out, i // 32]) - 127)
+        assert float(values[expert, i, out]) == (-size if sign else size) * scale
+    with pytest.raises(UnsupportedModelError, match="not of 32 numbers in 16 bytes each"):
+        PackedWeights({"a_blocks": tensors["blocks"][..., :8], "a_scales": tensors["scales"]}, Mxfp4())
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_experts_of_gpt_oss_run_with_their_own_numbers(native: NativeBackend, dtype: Any, tmp_path: Path) -> None:
+    path, plain, values = make_mxfp4(tmp_path)
+    model, exact = load(path, native, dtype=dtype), load(plain, native, dtype=dtype)
+    packed = [w for w in model.whole.decoder.weights.values() if isinstance(w, PackedExperts)]  # type: ignore[union-attr]
+    assert [{panel.kind for panel in experts.panels} for experts in packed] == [{NF4}] * 2 * 2
+    for name, value in values.items():
+        assert torch.equal(model.parameters.get(name).bfloat16(), value), name
+    assert error_of(logits_of(model, native), logits_of(exact, native)) < {"auto": 0.01, "float32": 1e-5}[dtype]
+
+
+# ------------------------------------------------------------------ FP8
+
+
+@pytest.mark.parametrize("block", [(32, 48), (128, 128), None])
+def test_a_weight_of_fp8_is_its_number_times_the_scale_of_its_block(block: tuple[int, int] | None) -> None:
+    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
+    tensors, values = fp8_of(weight, block)
+    named = {f"a.{end}": tensor for end, tensor in tensors.items()} | {"a.activation_scale": torch.ones(())}
+    weights = PackedWeights(named, Fp8(block or (128, 128)))
+    assert not weights, "kernels do not take FP8"
+    assert weights.sources == set(named)
+    assert torch.equal(weights.plain("a.weight").half(), values)
+    whole = {"a.weight": tensors["weight"], "a.weight_scale_inv": torch.tensor(0.5)}
+    assert torch.equal(PackedWeights(whole, Fp8((128, 128))).plain("a.weight"), tensors["weight"].float() / 2)
+    for wrong in ({"a.weight_scale_inv": torch.ones(3, 3)}, {"a.weight": weight}):
+        with pytest.raises(UnsupportedModelError, match="'a' has a weight "):
+            PackedWeights({**named, **wrong}, Fp8((32, 48)))
+
+
+@needs_native
+@pytest.mark.parametrize("quantization", [None, "fp8", "int8"])
+def test_an_fp8_checkpoint_is_the_plain_model_that_it_stands_for(
+    native: NativeBackend, quantization: str | None, tmp_path: Path
+) -> None:
+    path, plain, values = make_quantized(tmp_path, fp8_of, FP8)
+    model = load(path, native, quantization, dtype="float16")
+    exact = load(plain, native, "int8" if quantization == "int8" else None, dtype="float16")
+    for name in values:
+        assert torch.equal(model.parameters.get(name), exact.parameters.get(name)), name
+    assert torch.equal(logits_of(model, native), logits_of(exact, native))
+
+
+# ------------------------------------------------------------------ compressed-tensors
+
+COMPRESSED_KINDS = [(4, 32, True), (4, 32, False), (4, None, True), (8, 32, True), (8, None, True), (16, None, True)]
+
+
+@pytest.mark.parametrize(("bits", "group", "symmetric"), COMPRESSED_KINDS)
+def test_a_weight_of_compressed_tensors_is_its_scale_times_its_integer(
+    bits: int, group: int | None, symmetric: bool
+) -> None:
+    weight = torch.randn(16, 384, generator=torch.Generator().manual_seed(bits))
+    tensors, values = compressed_of(weight, bits, group, symmetric)
+    named = {f"a.{end}": tensor for end, tensor in tensors.items()} | {"a.input_scale": torch.ones(1)}
+    weights = PackedWeights(named, CompressedTensors((128, 128)))
+    assert weights.sources == set(named)
+    assert torch.equal(weights.plain("a.weight"), values)
+    assert weights["a.weight"].scales.shape[1] == 384 // min(group or 384, 128)
+    order = torch.arange(384).flip(0).int() // 32
+    wrong = {"a.weight_g_idx": order, "a.weight_scale": torch.ones(16, 24)}
+    for name, tensor in wrong.items():
+        with pytest.raises(UnsupportedModelError, match="'a' has "):
+            PackedWeights({**named, name: tensor}, CompressedTensors((128, 128)))
+
+
+@needs_native
+@pytest.mark.parametrize(("bits", "group", "symmetric"), COMPRESSED_KINDS)
+def test_a_checkpoint_of_compressed_tensors_runs_with_its_own_numbers(
+    native: NativeBackend, bits: int, group: int | None, symmetric: bool, tmp_path: Path
+) -> None:
+    of_layer = partial(compressed_of, bits=bits, group=group, symmetric=symmetric)
+    path, plain, values = make_quantized(tmp_path, of_layer, COMPRESSED)
+    model, exact = load(path, native), load(plain, native, dtype="float32")
+    packed = model.whole.decoder.weights  # type: ignore[union-attr]
+    assert [weight.kind for weight in packed.values()].count(min(bits, 8)) == 2 * 4
+    for name, value in values.items():
+        torch.testing.assert_close(model.parameters.get(name).half(), value, rtol=1e-3, atol=0)
+    assert error_of(logits_of(model, native), logits_of(exact, native)) < 0.05, "inputs are rounded to 8 bits"
+
+
+@needs_native
+def test_fp8_of_compressed_tensors_has_a_scale_for_each_row(native: NativeBackend, tmp_path: Path) -> None:
+    of_layer = partial(fp8_of, block=None, end="weight_scale")
+    path, plain, _ = make_quantized(tmp_path, of_layer, {**COMPRESSED, "format": "float-quantized"})
+    logits = [logits_of(load(each, native, dtype="float16"), native) for each in (path, plain)]
+    assert torch.equal(*logits)
+
+
+# ------------------------------------------------------------------ experts
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("of_layer", "config", "kind"),
+    [
+        (awq_of, AWQ, 4),
+        (gptq_of, GPTQ, 4),
+        (bnb_of, BNB, NF4),
+        (partial(compressed_of, bits=16, group=None), COMPRESSED, 8),
+    ],
+)
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+def test_experts_of_a_checkpoint_run_with_their_own_numbers(
+    native: NativeBackend, of_layer: Any, config: dict[str, Any], kind: int, architecture: str, tmp_path: Path
+) -> None:
+    sizes = {"moe_intermediate_size": 64} if architecture == "qwen3_moe" else {"intermediate_size": 64}
+    path, plain, values = make_quantized(tmp_path, of_layer, config, architecture, ["gate.weight"], **sizes)
+    assert any(".experts.3." in name for name in values)
+    model, exact = load(path, native), load(plain, native, dtype="float32")
+    weights = list(model.whole.decoder.weights.values())  # type: ignore[union-attr]
+    packed = [w for w in weights if isinstance(w, PackedExperts)]
+    assert [{panel.kind for panel in experts.panels} for experts in packed] == [{kind}] * 2 * 2
+    assert sum(isinstance(w, PanelWeight) and w.kind == kind for w in weights) == 2 * 2, "of attention"
+    wide = {name: exact.parameters.get(name) for name in exact.parameters.names() if ".experts." in name}
+    for name, value in wide.items():
+        torch.testing.assert_close(model.parameters.get(name).float(), value, rtol=1e-3, atol=0)
+    assert error_of(logits_of(model, native), logits_of(exact, native)) < 0.05, "inputs are rounded to 8 bits"
+
+
+@needs_native
+def test_experts_of_which_some_are_plain_stay_plain(native: NativeBackend, tmp_path: Path) -> None:
+    path, plain, _ = make_quantized(
+        tmp_path,
+        awq_of,
+        AWQ,
+        "mixtral",
+        ["gate.weight", "0.block_sparse_moe.experts.2.", "1.block_sparse_moe.experts.3.w1"],
+    )
+    model = load(path, native)
+    weights = model.whole.decoder.weights.values()  # type: ignore[union-attr]
+    kinds = [{panel.kind for panel in w.panels} for w in weights if isinstance(w, PackedExperts)]
+    assert kinds == [{2}, {2}, {2}, {4}], "fp16, and the second layer's down"
+    assert error_of(logits_of(model, native), logits_of(load(plain, native), native)) < 0.05
+
+
 # ------------------------------------------------------------------ by option
 
 
@@ -305,13 +482,24 @@ def test_weights_are_quantized_as_they_are_loaded(
 # ------------------------------------------------------------------ refused
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int8-dynamic", "int4", "awq", "gptq", "bitsandbytes"])
+@pytest.mark.parametrize("quantization", ["int8", "int8-dynamic", "int4", "bitsandbytes"])
 def test_a_backend_that_cannot_says_so(quantization: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=f"quantization is '{quantization}', which needs the native backend"):
         load(tiny.make("llama", tmp_path), ReferenceBackend(), quantization)
-    path, _, _ = make_awq(tmp_path / "of awq")
-    with pytest.raises(UnsupportedModelError, match="which needs the native backend on a CPU; this is the reference"):
-        load(path, ReferenceBackend())
+
+
+@needs_native
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
+def test_what_does_not_run_as_a_whole_computes_with_plain_weights_and_says_so(
+    native: NativeBackend, architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, plain, _ = make_awq(tmp_path, architecture)
+    backend = ReferenceBackend() if architecture == "llama" else native
+    with caplog.at_level(logging.WARNING):
+        model = load(path, backend)
+    assert EXPANDED in caplog.text
+    assert model.quantized is None
+    assert torch.equal(logits_of(model, backend), logits_of(load(plain, backend), backend))
 
 
 @needs_native

@@ -173,6 +173,9 @@ OWN_ATTENTION: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# The same for models whose experts have biases.
+BIASED_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {"gpt_oss": ("gpt_oss", {**_EXPERTS, "head_dim": 16})}
+
 
 def make(
     architecture: str,
@@ -183,13 +186,11 @@ def make(
     tokenizer: bool = False,
     **overrides: Any,
 ) -> Path:
-    """Write a checkpoint of `architecture` (a key of `ARCHITECTURES`, `LATENT`, `INDEXED`, `RECURRENT` or
-    `OWN_ATTENTION`) to
-    `folder`; → the folder.
+    """Write a checkpoint of `architecture` (a key of one of the tables above) to `folder`; → the folder.
 
     `overrides` replace config fields. `tokenizer` adds a byte-level BPE one, whose ids the model's vocabulary covers.
     """
-    model_type, fields = (ARCHITECTURES | LATENT | INDEXED | RECURRENT | OWN_ATTENTION)[architecture]
+    model_type, fields = (ARCHITECTURES | LATENT | INDEXED | RECURRENT | OWN_ATTENTION | BIASED_EXPERTS)[architecture]
     config = AutoConfig.for_model(model_type, **{**_SIZES, **fields, **overrides})
     disable_progress_bar()
     with torch.random.fork_rng():

@@ -331,6 +331,7 @@ def load_paged(
         if model.is_quantized or not layered:
             with nullcontext() if stages is None else stages.silence():
                 make_whole(model, backend, bits)
+        model.is_quantized = bits is not None or model.quantized is not None
         sound = kept is None or not kept.can_keep or _confirmed(model, backend, kept)
     except Exception:
         if model.own is None:

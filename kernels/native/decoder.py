@@ -263,8 +263,12 @@ class NativeDecoder:
         )  # fmt: skip
 
     def _experts(self, weight: torch.Tensor, gated: bool, transposed: bool) -> list[PanelWeight]:
-        panels = []
-        for each in weight.detach():
+        panels, given = [], self._quantized.get(id(weight))
+        for i, each in enumerate(weight.detach()):
+            if given is not None:
+                panels.append(pack_quantized(self._library, given.expert(i), weight.dtype, gated))
+                host_memory.give_back(each)
+                continue
             laid = each.T.contiguous() if transposed else each
             panels.append(pack(self._library, laid, gated, release=True, bits=self._bits))
             if transposed:

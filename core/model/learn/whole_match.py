@@ -7,6 +7,7 @@ own forward can't run any more. So this is the last step of loading.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,7 +19,7 @@ from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import ROW_MULTIPLE, Backend
 from ....kernels.decoder_contract import AttentionMixer, Decoder, Embedding, GatedMLP, Linear
 from ...parallel.stage_model import StagePart
-from ..load.quantized import JoinedWeights
+from ..load.quantized import EXPANDED, JoinedWeights
 from ..run.fused import FusedMixture
 from ..run.paged_model import PagedModel
 from ..run.positions import positions_given, receivers
@@ -29,6 +30,8 @@ from .fuse_match import LOGITS_TOLERANCE, NotRecognisedError, deviations
 from .fuse_observe import stand_in
 from .row_invariant import RoutedProducts
 from .verify import final_logits
+
+logger = logging.getLogger(__name__)
 
 
 def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> None:
@@ -51,9 +54,12 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
         if decoder is None:
             raise NotRecognisedError(f"the {backend.name} backend runs layers one by one")
     except NotRecognisedError as reason:
-        if bits is not None or model.quantized is not None:
+        if bits is not None:
             name = type(model.model).__name__
             raise UnsupportedModelError(f"the weights of {name} can't be quantized: {reason}") from reason
+        if model.quantized is not None:
+            logger.warning("%s: %s", EXPANDED, reason)
+            model.quantized = None
         model.notes.append(f"layer by layer: {reason}")
         return
     output = decoder.weights[id(head.linear.weight)]
@@ -90,7 +96,7 @@ def _decoder(
     except ValueError as error:
         if bits is None and weights is None:
             raise
-        raise NotRecognisedError(str(error)) from error
+        raise UnsupportedModelError(f"the weights can't be quantized: {error}") from error
     if decoder is not None:
         stack.layers = layers
     return decoder

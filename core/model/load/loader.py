@@ -58,7 +58,15 @@ from ..run.streamed_layers import StreamedLayers, stream_layers
 from .frozen_rope import freeze_rope
 from .kept_decisions import KeptDecisions
 from .mistral_weights import mistral_files, read_mistral
-from .quantized import CutWeights, PackedWeights, read_quantized, settle_quantization
+from .quantized import (
+    EXPANDED,
+    CutWeights,
+    PackedWeights,
+    PlacedWeights,
+    already_quantized,
+    read_quantized,
+    settle_quantization,
+)
 from .quantized_forms import SUPPORTED, Form
 from .refuse import refuse_config, refuse_stateful, settle_temperature, trial_run
 from .sharded_state import read_parts
@@ -111,7 +119,12 @@ def load_model(
         if model_class is None:
             raise UnsupportedModelError(f"{name!r} is quantized and brings its own code; only one may be")
         with reading(shards.cuts_of if shards else None, part) if shards or part else nullcontext():
-            model, quantized = _quantized_model(form, config, model_class, model_config, load_config)
+            model, weights = _quantized_model(form, config, model_class, model_config, load_config)
+        if weights and backend is not None and backend.name == "native":
+            quantized = PlacedWeights(weights, model, part.others if part else {})
+        else:
+            model = cast("Any", model).to(device)
+            logger.warning("%s", EXPANDED)
     else:
         first = torch.device("cpu") if offload else device
         cuts_of = shards.cuts_of if shards else None
@@ -443,6 +456,9 @@ def _quantized_model(
     """The plain model that the weights of a quantized checkpoint stand for, and those weights."""
     with _reading_weights(model_config, load_config) as path:
         tensors, weights = read_quantized(form, path, model_config.revision or "main", load_config.download_dir)
+    if weights and model_config.quantization not in (None, form.method):
+        raise already_quantized(model_config.quantization, path, form)
+    with _reading_weights(model_config, load_config) as path:
         return model_of_tensors(path, model_class, config, tensors, model_config, load_config), weights
 
 
@@ -450,7 +466,7 @@ def model_of_tensors(
     path: str,
     model_class: Any,
     config: PreTrainedConfig,
-    tensors: dict[str, torch.Tensor],
+    tensors: Mapping[str, Any],
     model_config: ModelConfig,
     load_config: LoadConfig,
 ) -> Any:

@@ -1,19 +1,22 @@
 """Quantized weights: what was asked for, and what a checkpoint brings.
 
-A model is built as a plain one: the weights of a quantized checkpoint take the values that its integers stand for, so
-that fusing and verification see the model itself. The integers are kept beside, packed as they lie in the file, and go
-to the backend exactly as they are. quantized_forms.py knows how they are packed.
+A model is built as a plain one: the weights of a quantized checkpoint take the values that its numbers stand for, so
+that fusing and verification see the model itself. The numbers stay beside, packed as they lie in the file, and go to a
+backend that runs the model as a whole with them exactly as they are. Any other one computes with the values, which take
+more memory. quantized_forms.py knows how numbers are packed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
@@ -22,10 +25,12 @@ from ....kernels.contract import Backend
 from ....kernels.decoder_contract import INT8_ROWS, NF4, QuantizedWeight
 from ...parallel.cuts import Cut
 from .parameters import ParameterMap
-from .quantized_forms import SHORTEST, Form, form_of, values_of
+from .quantized_forms import SHORTEST, Form, form_of
+from .sliced_reading import CheckpointNames
 
 BITS = {"int8": 8, "int8-dynamic": INT8_ROWS, "int4": 4, "bitsandbytes": NF4}
 """Options that round the weights of a plain checkpoint → what `Backend.decoder` calls it."""
+EXPANDED = "the checkpoint's quantized weights are computed with as plain ones, which take more memory"
 
 
 def settle_quantization(asked: str | None, config: PreTrainedConfig, name: str, backend: Backend) -> Form | None:
@@ -35,7 +40,7 @@ def settle_quantization(asked: str | None, config: PreTrainedConfig, name: str, 
         InvalidArgumentError: the checkpoint, or the backend, can't be had as `asked`.
         UnsupportedModelError: the checkpoint is quantized in a way that is not known.
     """
-    if asked is not None and backend.name != "native":
+    if asked in BITS and backend.name != "native":
         raise InvalidArgumentError(
             f"quantization is {asked!r}, which needs the native backend on a CPU; this is the {backend.name} backend"
         )
@@ -45,21 +50,21 @@ def settle_quantization(asked: str | None, config: PreTrainedConfig, name: str, 
             raise InvalidArgumentError(f"quantization is {asked!r}, but {name} is no checkpoint of that form")
         return None
     form = form_of(own if isinstance(own, dict) else own.to_dict(), name)
-    if backend.name != "native":
-        raise UnsupportedModelError(
-            f"{name} is quantized ({form.method}), which needs the native backend on a CPU; this is the {backend.name} "
-            "backend"
-        )
-    if asked not in (None, form.method):
-        raise InvalidArgumentError(
-            f"quantization is {asked!r}, but {name} is a checkpoint of {form.method}, quantized already"
-        )
+    if asked not in (None, form.method, *BITS):
+        raise already_quantized(asked, name, form)
     del config.quantization_config
     return form
 
 
+def already_quantized(asked: str | None, name: str, form: Form) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"quantization is {asked!r}, but {name} is a checkpoint of {form.method}, quantized already"
+    )
+
+
 class PackedWeights(Mapping[str, QuantizedWeight]):
-    """The quantized weights of a checkpoint by the names they would have as plain ones (``….weight``).
+    """The quantized weights of a checkpoint by the names they would have as plain ones: those with numbers that kernels
+    take.
 
     They stay packed, in the memory of the file, until they are asked for, and one asked for is not kept.
     """
@@ -71,32 +76,105 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         self._packed: dict[str, dict[str, torch.Tensor]] = {}
         self.sources: set[str] = set()  # names of tensors that are part of a quantized weight
         for name in tensors:
-            mark = next((mark for mark in form.marks if name.endswith(f".{mark}")), None)
+            mark = next((mark for mark in form.marks if name.endswith(f"{form.before_end}{mark}")), None)
             if mark is None:
                 continue
-            path = name.removesuffix(f".{mark}")
-            ends = [end for end in (mark, *form.needs, *form.may_have) if f"{path}.{end}" in tensors]
+            path = name.removesuffix(mark)
+            ends = [end for end in (mark, *form.needs, *form.may_have) if f"{path}{end}" in tensors]
             if lacks := next((end for end in form.needs if end not in ends), None):
-                raise UnsupportedModelError(f"the checkpoint has {name!r}, but no {f'{path}.{lacks}'!r}")
-            parts = {end: tensors[f"{path}.{end}"] for end in ends}
+                raise UnsupportedModelError(f"the checkpoint has {name!r}, but no {f'{path}{lacks}'!r}")
+            parts = {end: tensors[f"{path}{end}"] for end in ends}
+            plain = path.removesuffix(form.before_end) + form.plain_end
             if reason := form.misfit(parts):
-                raise UnsupportedModelError(f"{path!r} has {reason}")
-            self._packed[f"{path}.weight"] = parts
-            self.sources.update(f"{path}.{end}" for end in ends)
+                raise UnsupportedModelError(f"{plain.removesuffix('.weight')!r} has {reason}")
+            self._packed[plain] = parts
+            self.sources.update(f"{path}{end}" for end in ends)
+        self._names = [name for name, parts in self._packed.items() if form.has_numbers(parts)]
 
     def __getitem__(self, name: str) -> QuantizedWeight:
         return self._form.read(self._packed[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._packed)
+        return iter(self._names)
 
     def __len__(self) -> int:
-        return len(self._packed)
+        return len(self._names)
 
     def plain(self, name: str) -> torch.Tensor:
-        """``[out, in]``, in the dtype that the checkpoint would have without quantization: what the numbers stand
-        for."""
-        return values_of(self[name]).to(self._form.dtype(self._packed[name]))
+        """The values of the weight, in the dtype that the checkpoint would have without quantization."""
+        return self._form.plain(self._packed[name])
+
+    def all_plain(self) -> dict[str, PlainWeight]:
+        """The values of all quantized weights, also those without numbers that kernels take."""
+        return {name: PlainWeight(self, name) for name in self._packed}
+
+
+@dataclass(frozen=True)
+class PlainWeight:
+    """The values of a quantized weight, which transformers asks for by ``weight[...]`` when their turn comes, so that
+    those of all weights are never in memory twice."""
+
+    weights: PackedWeights
+    name: str
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return self.weights.plain(self.name)
+
+
+class PlacedWeights(Mapping[str, QuantizedWeight]):
+    """Quantized weights by the names of the model's parameters. Those of experts that are one parameter are stacked,
+    and gate and up joined. What becomes a parameter in another way is not among them."""
+
+    def __init__(
+        self, weights: Mapping[str, QuantizedWeight], model: PreTrainedModel, others: Mapping[str, torch.Size]
+    ) -> None:
+        """others: parameters that only other stages hold. Raises UnsupportedModelError for a weight that the model does
+        not have."""
+        self._weights = weights
+        known = {**{name: tensor.shape for name, tensor in model.state_dict().items()}, **others}
+        names = CheckpointNames(model, get_model_conversion_mapping(model), known)
+        self._names: dict[str, list[list[str]]] = {}  # of a parameter, of each expert those that are joined
+        parts: dict[str, dict[tuple[int, int], str]] = {}
+        for name in weights:
+            parameter, pattern = names.in_model(name)
+            if not parameter:
+                raise UnsupportedModelError(f"of quantized weights, the model has no parameter {name!r}")
+            if pattern is None:
+                self._names[parameter] = [[name]]
+            elif (place := names.stacked(name, pattern)) is not None:
+                parts.setdefault(parameter, {})[place] = name
+        for parameter, places in parts.items():
+            experts, joined = known[parameter][0], 1 + max(at for _, at in places)
+            if len(places) == experts * joined:
+                self._names[parameter] = [[places[e, at] for at in range(joined)] for e in range(experts)]
+
+    def __getitem__(self, name: str) -> QuantizedWeight:
+        experts = self._names[name]
+        read = [joined([self._weights[each] for each in one]) for one in experts]
+        if len(experts) == 1:
+            return read[0]
+        zeros = [each.zeros for each in read if each.zeros is not None]
+        return QuantizedWeight(
+            torch.stack([each.numbers for each in read]),
+            torch.stack([each.scales for each in read]),
+            torch.stack(zeros) if zeros else None,
+            read[0].codebook,
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Rows of several, one after another."""
+    if len(weights) == 1:
+        return weights[0]
+    numbers, scales, zeros, codebooks = zip(*weights, strict=True)
+    joint = None if zeros[0] is None else torch.cat(zeros)
+    return QuantizedWeight(torch.cat(numbers), torch.cat(scales), joint, codebooks[0])
 
 
 class CutWeights(Mapping[str, QuantizedWeight]):
@@ -110,11 +188,13 @@ class CutWeights(Mapping[str, QuantizedWeight]):
         self._names = [name for name in weights if name not in others]
 
     def __getitem__(self, name: str) -> QuantizedWeight:
-        """Raises `UnsupportedModelError` if groups would be too short."""
+        """Raises `UnsupportedModelError` if groups would be too short, and for experts."""
         weight, cut = self._weights[name], self._cuts.get(name)
         if cut is None:
             return weight
         numbers, scales, zeros, codebook = weight
+        if numbers.dim() > 2:
+            raise UnsupportedModelError(f"{name!r} would be cut, and those are numbers of experts")
         if cut.dim == 0:
             return QuantizedWeight(cut.of(numbers), cut.of(scales), None if zeros is None else cut.of(zeros), codebook)
         group = numbers.shape[1] // scales.shape[1]
@@ -140,24 +220,18 @@ class JoinedWeights(Mapping[int, QuantizedWeight]):
     also holds what is not quantized is not among them, and stays plain."""
 
     def __init__(self, weights: Mapping[str, QuantizedWeight], parameters: ParameterMap) -> None:
-        """Raises UnsupportedModelError for a weight that the model does not have."""
         self._weights = weights
         parts: dict[int, list[tuple[int, str]]] = {}
         missing: dict[int, int] = {}
         for name in weights:
-            try:
-                slot = parameters.slot(name)
-            except KeyError as error:
-                raise UnsupportedModelError(f"of quantized weights, {error.args[0]}") from None
+            slot = parameters.slot(name)
             key, rows = id(slot.tensor), len(slot.view())
             parts.setdefault(key, []).append((slot.start, name))
             missing[key] = missing.get(key, len(slot.tensor)) - rows
         self._names = {key: [name for _, name in sorted(of)] for key, of in parts.items() if not missing[key]}
 
     def __getitem__(self, key: int) -> QuantizedWeight:
-        numbers, scales, zeros, codebooks = zip(*(self._weights[name] for name in self._names[key]), strict=True)
-        joint = None if zeros[0] is None else torch.cat(zeros)
-        return QuantizedWeight(torch.cat(numbers), torch.cat(scales), joint, codebooks[0])
+        return joined([self._weights[name] for name in self._names[key]])
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._names)
@@ -168,7 +242,7 @@ class JoinedWeights(Mapping[int, QuantizedWeight]):
 
 def read_quantized(
     form: Form, name: str, revision: str | None, cache_dir: str | None
-) -> tuple[dict[str, torch.Tensor], PackedWeights]:
+) -> tuple[dict[str, torch.Tensor | PlainWeight], PackedWeights]:
     """All weights of a checkpoint, a folder or a hub id, as plain ones; and those that are quantized.
 
     Raises:
@@ -184,7 +258,7 @@ def read_quantized(
         files, _ = get_checkpoint_shard_files(name, index, **where)
     tensors = {key: tensor for file in files for key, tensor in load_file(file).items()}  # it maps, and reads nothing
     weights = PackedWeights(tensors, form)
-    if not weights:
+    if not weights.sources:
         raise UnsupportedModelError(f"{name} is quantized ({form.method}) by its config, but holds no such weights")
     plain = {key: tensor for key, tensor in tensors.items() if key not in weights.sources}
-    return {**plain, **{key: weights.plain(key) for key in weights}}, weights
+    return {**plain, **weights.all_plain()}, weights

@@ -14,6 +14,18 @@ byte, the first in its high half; ``weight.absmax``, the scale of each block of 
 and ``weight.quant_state.bitsandbytes__nf4`` (or fp4), JSON. A weight is absmax * code[number]. With double quantization
 absmax is an index into ``weight.nested_quant_map``, whose values have a scale in ``weight.nested_absmax`` for each
 block, and an offset.
+
+MXFP4 (Open Compute Project, Microscaling Formats 1.0) of experts, as gpt-oss has them: ``_blocks`` uint8 [experts, out,
+in / 32, 16], two numbers in a byte, the first in its low half, and ``_scales`` uint8 [experts, out, in / 32], exponents
+of 2 with a bias of 127. A number has a sign, 2 bits of exponent and one of mantissa.
+
+FP8 has ``weight`` float8_e4m3fn [out, in] and ``weight_scale_inv``, what it is to be multiplied by: one number, or one
+for each block of so many rows and columns, as in DeepSeek-V3.
+
+compressed-tensors has ``weight_scale`` [out, groups], or one number, beside one of these: ``weight_packed`` int32 [out,
+in * b / 32], integers of b bits along the inputs, the lowest bits first, more by half of their range than they stand
+for, with ``weight_zero_point`` int32 [out * b / 32, groups] in the same form unless it is symmetric; ``weight`` int8;
+or ``weight`` float8_e4m3fn.
 """
 
 from __future__ import annotations
@@ -26,13 +38,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.decoder_contract import QuantizedWeight
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 SHORTEST, LONGEST = 32, 128  # groups that kernels take, and take well: inputs are rounded group by group, too
-SUPPORTED = "AWQ's (4 bits, gemm), GPTQ's (4 or 8 bits) and bitsandbytes' (4 bits)"
+SUPPORTED = (
+    "AWQ's (4 bits, gemm), GPTQ's (4 or 8 bits), bitsandbytes' (4 bits), MXFP4's of gpt-oss, FP8's and "
+    "compressed-tensors' (integers of 4 or 8 bits, FP8)"
+)
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same with a sign
+FP8_BLOCK = (128, 128)  # rows and columns, where the config does not say
 
 Parts = Mapping[str, torch.Tensor]  # the tensors of a linear layer by the end of their names
 
@@ -44,13 +62,22 @@ class Form(ABC):
     marks: tuple[str, ...]  # ends of names, after the layer's path: a layer that has such a tensor is quantized,
     needs: tuple[str, ...]  # and has these
     may_have: tuple[str, ...] = ()
+    before_end, plain_end = ".", ".weight"  # between path and end, and after the path in the plain weight's name
 
     @abstractmethod
     def misfit(self, parts: Parts) -> str | None:
         """Why these tensors can't be read; None: they can."""
 
+    def has_numbers(self, parts: Parts) -> bool:
+        """Whether kernels take the weight as it is, by `read`; else only its values are used."""
+        return True
+
     @abstractmethod
     def read(self, parts: Parts) -> QuantizedWeight: ...
+
+    def plain(self, parts: Parts) -> torch.Tensor:
+        """What the numbers stand for, in the shape and the dtype of the plain weight."""
+        return values_of(self.read(parts)).to(self.dtype(parts))
 
     def dtype(self, parts: Parts) -> torch.dtype:
         """Of the plain weight."""
@@ -138,6 +165,133 @@ class BitsAndBytes(Form):
         return json.loads(next(bytes(parts[mark].tolist()) for mark in self.marks if mark in parts))
 
 
+class Mxfp4(Form):
+    """In the model these weights are ``[experts, in, out]``."""
+
+    method = "mxfp4"
+    marks = ("blocks",)
+    needs = ("scales",)
+    before_end, plain_end = "_", ""
+
+    def misfit(self, parts: Parts) -> str | None:
+        blocks, scales = parts["blocks"], parts["scales"]
+        if blocks.shape == (*scales.shape, 16) and scales.dim() == 3 and blocks.dtype == scales.dtype == torch.uint8:
+            return None
+        return f"blocks and scales of {list(blocks.shape)} and {list(scales.shape)}, not of 32 numbers in 16 bytes each"
+
+    def read(self, parts: Parts) -> QuantizedWeight:
+        blocks = parts["blocks"]
+        numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)
+        return QuantizedWeight(numbers, self._scales(parts), None, torch.tensor((*FP4, *(-x for x in FP4))))
+
+    def plain(self, parts: Parts) -> torch.Tensor:
+        scales, dtype = self._scales(parts), self.dtype(parts)
+        codes = torch.tensor((*FP4, *(-x for x in FP4)), dtype=dtype)
+        of_byte = torch.stack((codes.repeat(16), codes.repeat_interleave(16)), dim=1)  # the two values
+        experts, out, groups, _ = parts["blocks"].shape
+        plain = torch.empty(experts, groups * 32, out, dtype=dtype)
+        for whole, blocks, scale in zip(plain, parts["blocks"], scales, strict=True):
+            values = F.embedding(blocks.int(), of_byte).view(out, groups, 32)
+            whole.copy_(values.mul_(scale[..., None]).view(out, -1).T)
+        return plain
+
+    def dtype(self, parts: Parts) -> torch.dtype:
+        return torch.bfloat16  # in which they are exact
+
+    def _scales(self, parts: Parts) -> torch.Tensor:
+        exponents = parts["scales"].int() - 127
+        return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+
+
+@dataclass
+class Fp8(Form):
+    block: tuple[int, int]
+
+    method = "fp8"
+    marks = ("weight_scale_inv",)
+    needs = ("weight",)
+    may_have = ("activation_scale", "input_scale")
+
+    def misfit(self, parts: Parts) -> str | None:
+        return fp8_misfit(parts["weight"], parts["weight_scale_inv"], self.block)
+
+    def has_numbers(self, parts: Parts) -> bool:
+        return False
+
+    def read(self, parts: Parts) -> QuantizedWeight:
+        raise NotImplementedError
+
+    def plain(self, parts: Parts) -> torch.Tensor:
+        return fp8_values(parts["weight"], parts["weight_scale_inv"], self.block)
+
+
+@dataclass
+class CompressedTensors(Form):
+    block: tuple[int, int]
+
+    method = "compressed-tensors"
+    marks = ("weight_scale",)
+    needs = ()
+    may_have = ("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx", "weight", "input_scale")
+
+    def misfit(self, parts: Parts) -> str | None:
+        if not self.has_numbers(parts):
+            if "weight" not in parts:
+                return "a weight_scale, but neither weight nor weight_packed"
+            return fp8_misfit(parts["weight"], parts["weight_scale"], self.block)
+        bits, inputs, scales = self._bits(parts), self._inputs(parts), self._scales(parts)
+        group = inputs // scales.shape[1]
+        if bits not in (4, 8) or group * scales.shape[1] != inputs or group % SHORTEST:
+            return f"integers of {bits} bits in groups of {group}; only 4 and 8 bits and multiples of 32 are supported"
+        order = parts.get("weight_g_idx")
+        if order is not None and not torch.equal(order.long(), torch.arange(inputs) // group):
+            return "a weight_g_idx with groups of inputs that are not neighbours, which is not supported so far"
+        if bits == 8 and parts.get("weight_zero_point") is not None and not bool((self._zeros(parts) == 128).all()):
+            return "zeros of 8 bits that are not in the middle; only symmetric weights of 8 bits are supported"
+        return None
+
+    def has_numbers(self, parts: Parts) -> bool:
+        return "weight_packed" in parts or ("weight" in parts and parts["weight"].dtype == torch.int8)
+
+    def read(self, parts: Parts) -> QuantizedWeight:
+        if "weight_packed" in parts:
+            numbers = unpack(parts["weight_packed"], self._bits(parts))[:, : self._inputs(parts)].contiguous()
+        else:
+            numbers = parts["weight"].view(torch.uint8) ^ 128
+        return _split(numbers, self._scales(parts), self._zeros(parts) if self._bits(parts) == 4 else None)
+
+    def plain(self, parts: Parts) -> torch.Tensor:
+        if self.has_numbers(parts):
+            return super().plain(parts)
+        return fp8_values(parts["weight"], parts["weight_scale"], self.block)
+
+    def dtype(self, parts: Parts) -> torch.dtype:
+        return parts["weight_scale"].dtype
+
+    def _inputs(self, parts: Parts) -> int:
+        return int(parts["weight_shape"][1]) if "weight_packed" in parts else parts["weight"].shape[1]
+
+    def _bits(self, parts: Parts) -> int:
+        packed = parts.get("weight_packed")
+        return 8 if packed is None else 32 // -(-self._inputs(parts) // packed.shape[1])
+
+    def _scales(self, parts: Parts) -> torch.Tensor:
+        """fp32 ``[out, groups]``."""
+        out = len(parts["weight_packed" if "weight_packed" in parts else "weight"])
+        scales = parts["weight_scale"].float()
+        return scales.view(out if scales.numel() > 1 else 1, -1).expand(out, -1).contiguous()
+
+    def _zeros(self, parts: Parts) -> torch.Tensor:
+        """``[out, groups]``."""
+        bits, zeros, scales = self._bits(parts), parts.get("weight_zero_point"), self._scales(parts)
+        middle = 1 << (bits - 1)
+        if zeros is None:
+            return torch.full_like(scales, middle)
+        if zeros.dtype == torch.int8:
+            return zeros.float().view_as(scales) + middle
+        return unpack(zeros.T.contiguous(), bits).T[: len(scales)].float()
+
+
 def form_of(config: Mapping[str, Any], name: str) -> Form:
     """The form that the `quantization_config` of the checkpoint `name` tells of.
 
@@ -152,19 +306,37 @@ def form_of(config: Mapping[str, Any], name: str) -> Form:
         return Gptq(bits, 0 if kind == "gptq_v2" else 1)
     if method == "bitsandbytes" and config.get("load_in_4bit"):
         return BitsAndBytes()
+    if method == "mxfp4":
+        return Mxfp4()
+    if method == "fp8":
+        rows, columns = config.get("weight_block_size") or FP8_BLOCK
+        return Fp8((rows, columns))
+    if method == "compressed-tensors" and (compressed := _compressed(config)) is not None:
+        return compressed
     more = "".join(f", {word}" for word in (bits and f"{bits} bits", kind) if word)
     raise UnsupportedModelError(f"{name} is quantized ({method}{more}); of quantized checkpoints {SUPPORTED} are read")
 
 
+def _compressed(config: Mapping[str, Any]) -> CompressedTensors | None:
+    """None: weights are of numbers that are not known, or are more than rounded."""
+    groups = [group.get("weights") or {} for group in config.get("config_groups", {}).values()]
+    kinds = {(group.get("type", "int"), group.get("num_bits", 8)) for group in groups}
+    blocks = {tuple(group["block_structure"]) for group in groups if group.get("block_structure")} or {FP8_BLOCK}
+    sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
+    if kinds - {("int", 4), ("int", 8), ("float", 8)} or len(blocks) > 1 or sparse or config.get("transform_config"):
+        return None
+    return CompressedTensors(blocks.pop())
+
+
 def values_of(weight: QuantizedWeight) -> torch.Tensor:
-    """fp32 ``[out, in]``: what the numbers stand for."""
+    """fp32, in the shape of the numbers: what they stand for."""
     numbers, scales, zeros, codebook = weight
     grouped = numbers.view(*scales.shape, -1)
     if codebook is not None:
         found = codebook[grouped.int()]
     else:
         found = grouped.float().sub_(128 if zeros is None else zeros[..., None])
-    return found.mul_(scales[..., None]).flatten(1)
+    return found.mul_(scales[..., None]).flatten(-2)
 
 
 def unpack(packed: torch.Tensor, bits: int, columns: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -172,6 +344,28 @@ def unpack(packed: torch.Tensor, bits: int, columns: tuple[int, ...] | None = No
     bits first; None: in order."""
     order = torch.arange(32 // bits) if columns is None else torch.tensor(columns).argsort()
     return (packed[..., None] >> (bits * order).int()).bitwise_and_((1 << bits) - 1).to(torch.uint8).flatten(1)
+
+
+def fp8_values(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """fp32 ``[out, in]``: FP8 numbers times the scales of the whole, or of their rows or blocks."""
+    scales = scales.float()
+    for dim, (size, length) in enumerate(zip(weight.shape, block, strict=True)):
+        if scales.numel() > 1 and 1 < scales.shape[dim] < size:
+            scales = scales.repeat_interleave(length, dim).narrow(dim, 0, size)
+    return weight.float().mul_(scales)
+
+
+def fp8_misfit(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> str | None:
+    """`Form.misfit` of such numbers and scales."""
+    shape = list(weight.shape)
+    if weight.dtype != torch.float8_e4m3fn or len(shape) != 2:
+        return f"a weight of {str(weight.dtype).removeprefix('torch.')} {shape}, not a matrix of float8_e4m3fn"
+    known = [[-(-size // length), 1, size] for size, length in zip(shape, block, strict=True)]
+    if scales.numel() == 1 or (
+        scales.dim() == 2 and all(n in sizes for n, sizes in zip(scales.shape, known, strict=True))
+    ):
+        return None
+    return f"a weight and scales of {shape} and {list(scales.shape)}, not in blocks of {block[0]} × {block[1]}"
 
 
 def _misfit(parts: Parts, rows: int, columns: int) -> str | None:

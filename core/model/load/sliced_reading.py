@@ -51,7 +51,7 @@ def reading(cuts_of: CutsOf | None, part: StagePart | None = None) -> Iterator[N
         if part is not None:
             part.cut(model)
         cuts.update(cuts_of(model) if cuts_of is not None else {})
-        names = _Names(model, wanted.weight_mapping or [], known)
+        names = CheckpointNames(model, wanted.weight_mapping or [], known)
         tensors: dict[str, Any] = {}
         if state_dict is None and files and not all(file.endswith(".safetensors") for file in files):
             state_dict = {name: tensor for file in files for name, tensor in load_state_dict(file).items()}  # mapped
@@ -127,7 +127,7 @@ def _read_once(tied: Mapping[str, str], found: Mapping[str, tuple[str, Any]], te
         tensors.pop(name, None)
 
 
-class _Names:
+class CheckpointNames:
     """The names of a checkpoint's tensors in the model that is loaded, which has, as a whole, the names in `known`."""
 
     def __init__(self, model: PreTrainedModel, mapping: list[Any], known: dict[str, Any]) -> None:
@@ -151,20 +151,26 @@ class _Names:
             found, pattern = name, None
         return (found if found in self._known else ""), pattern
 
+    def stacked(self, name: str, pattern: str) -> tuple[int, int] | None:
+        """The number of the expert whose tensor this is, and its place among those that are joined; None: it does not
+        become part of a parameter by being stacked."""
+        joined = self._stacked.get(pattern)
+        return None if joined is None else (int(_NUMBERS.findall(name)[-1]), joined.index(pattern))
+
     def part_of(self, tensor: Any, name: str, pattern: str | None, cut: Cut) -> Any:
         """What to read of a tensor, so that its parameter becomes that part: all of it, a `_Part`, or nothing (None).
         pattern: see `in_model`."""
         shape = tensor.get_shape()
         mine: Cut | None = cut
         if pattern is not None:
-            if (joined := self._stacked.get(pattern)) is None:
+            if (place := self.stacked(name, pattern)) is None:
                 return tensor
+            number, at = place
             if cut.dim == 0:  # whole experts
-                number = int(_NUMBERS.findall(name)[-1])
                 if not any(start <= number < end for start, end in cut.ranges):
                     return None
                 return _Part(tensor, (slice(None),) * len(shape))
-            mine = _of_stacked(cut, joined.index(pattern), len(joined), shape)
+            mine = _of_stacked(cut, at, len(self._stacked[pattern]), shape)
         elif shape[cut.dim : cut.dim + 1] != [cut.whole]:  # not what the config says
             return tensor
         rows = None if mine is None else mine.slices(len(shape))
