@@ -200,22 +200,35 @@ static void check_type(unsigned seed) {
 }
 
 // Quantized: the bits equal those of a plain loop over the groups, with any number of rows.
-template <int BITS>
+template <int BITS, bool FP4 = false>
 static void check_quantized(int M, int N, int K, int group, std::mt19937& rng) {
     const int groups = ceil_div(K, group), stride = K + rng() % 3;
     const auto original = random_numbers<bf16>((size_t)N * K, rng, 1 / std::sqrt((float)K));
-    const auto x = random_numbers<bf16>((size_t)(M - 1) * stride + K, rng, 1);
-    Quantized<BITS> weight = {nullptr, N, K, group};
+    auto x = random_numbers<bf16>((size_t)(M - 1) * stride + K, rng, 1);
+    Quantized<BITS, FP4> weight = {nullptr, N, K, group};
     Memory packed(weight.bytes());
     weight.data = packed.at;
-    for (int t = 0; t < 2; ++t) quantize_weight<BITS>(original.data(), N, K, group, packed.at, t, 2);
     std::vector<float> w((size_t)N * K);
-    for (int n = 0; n < N; ++n) read_row(weight, n, &w[(size_t)n * K]);
     double error = 0, size = 0;
-    for (size_t i = 0; i < w.size(); ++i)
-        error += std::pow(w[i] - load_one(&original[i]), 2), size += std::pow(load_one(&original[i]), 2);
-    const double weight_error = std::sqrt(error / size);
-    CHECK(weight_error < (BITS == 8 ? 0.012 : 0.13), "%d bits N %d K %d group %d: weights off by %g", BITS, N, K, group, weight_error);
+    if (FP4) {
+        std::vector<uint8_t> codes((size_t)N * K);
+        for (auto& code : codes) code = M == 1 ? 7 : rng() % 16;
+        for (auto& number : x)
+            if (M == 1) store_one(&number, 1);  // all as large as can be: sums must still fit
+        pack_quantized<4>(codes.data(), std::vector<float>((size_t)N * groups, 0.125f).data(),
+                          std::vector<float>((size_t)N * groups, 12).data(), N, K, group, packed.at);
+        const float floats[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+        for (int n = 0; n < N; ++n) read_row(weight, n, &w[(size_t)n * K]);
+        for (size_t i = 0; i < w.size(); ++i)
+            CHECK(w[i] == 0.25f * floats[codes[i] & 7] * (codes[i] & 8 ? -1 : 1), "FP4 %d is read as %g", codes[i], w[i]);
+    } else {
+        for (int t = 0; t < 2; ++t) quantize_weight<BITS>(original.data(), N, K, group, packed.at, t, 2);
+        for (int n = 0; n < N; ++n) read_row(weight, n, &w[(size_t)n * K]);
+        for (size_t i = 0; i < w.size(); ++i)
+            error += std::pow(w[i] - load_one(&original[i]), 2), size += std::pow(load_one(&original[i]), 2);
+        const double weight_error = std::sqrt(error / size);
+        CHECK(weight_error < (BITS == 8 ? 0.012 : 0.13), "%d bits N %d K %d group %d: weights off by %g", BITS, N, K, group, weight_error);
+    }
 
     std::vector<float> expected((size_t)M * N);
     std::vector<double> exact((size_t)M * N);
@@ -236,7 +249,8 @@ static void check_quantized(int M, int N, int K, int group, std::mt19937& rng) {
                 for (int k = k0; k < k1; ++k) {
                     const int i = k - k0;
                     const uint8_t byte = from[((BITS == 8 ? i / 4 : i / 8) * PANEL + n % PANEL) * 4 + i % 4];
-                    dot += q[i] * (BITS == 8 ? byte : byte >> (i % 8 / 4 * 4) & 15);
+                    const int number = BITS == 8 ? byte : byte >> (i % 8 / 4 * 4) & 15;
+                    dot += q[i] * (FP4 ? TWICE_FP4[number] : number);
                     exact[(size_t)m * N + n] += (double)w[(size_t)n * K + k] * load_one(&x[(size_t)m * stride + k]);
                 }
                 float& sum = expected[(size_t)m * N + n];
@@ -262,20 +276,20 @@ static void check_quantized(int M, int N, int K, int group, std::mt19937& rng) {
         }
 }
 
-template <int BITS>
+template <int BITS, bool FP4 = false>
 static void check_bits(unsigned seed) {
     std::mt19937 rng(seed);
     int shapes = 0;
     for (int group : {32, 64, 128})
         for (int M : {1, 2, 3, 5, 8, 9, 13, 14, 15, 29, 50}) {
-            check_quantized<BITS>(M, 160, 256, group, rng);
-            check_quantized<BITS>(M, 1 + rng() % 100, 1 + rng() % 400, group, rng);
+            check_quantized<BITS, FP4>(M, 160, 256, group, rng);
+            check_quantized<BITS, FP4>(M, 1 + rng() % 100, 1 + rng() % 400, group, rng);
             shapes += 2;
         }
     for (int M : {1, 4, 13, 30})  // a group is a whole row
         for (int K : {32, 300, 4100})
             if (BITS == 8) check_quantized<BITS>(M, 70, K, ceil_div(K, 32) * 32, rng), ++shapes;
-    std::printf("%d bits: %d shapes\n", BITS, shapes);
+    std::printf("%d bits%s: %d shapes\n", BITS, FP4 ? " of FP4" : "", shapes);
 }
 
 #if MAINSPRING_AMX
@@ -326,6 +340,7 @@ int main(int argc, char** argv) {
     check_type<float>(seed);
     check_bits<8>(seed);
     check_bits<4>(seed);
+    check_bits<4, true>(seed);
     std::printf(failures ? "%d FAILURES\n" : "all passed\n", failures);
     return failures != 0;
 }

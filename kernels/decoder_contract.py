@@ -149,6 +149,8 @@ LayerNames = DecoderLayer[str, AttentionNames, RecurrenceNames, str, str]
 NF4 = 5
 """In the place of the number of bits to which weights are rounded: 4 bits, with the codebook of QLoRA's normal floats,
 and the largest absolute value of each 64 values as their scale."""
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The codebook of MXFP4: floats of a sign bit, two bits of exponent and one of mantissa."""
 INT8_ROWS = 9
 """Likewise: 8 bits, with one scale for a whole row of the weight, and one for a whole row of inputs where these are
 rounded, too."""

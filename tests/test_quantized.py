@@ -34,9 +34,10 @@ from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import InvalidArgumentError, MainspringError, UnsupportedModelError
 from mainspring.kernels.contract import Backend
-from mainspring.kernels.decoder_contract import NF4
+from mainspring.kernels.decoder_contract import FP4, NF4, QuantizedWeight
+from mainspring.kernels.native import build as native_build
 from mainspring.kernels.native.native_backend import NativeBackend
-from mainspring.kernels.native.weights import PackedExperts, PanelWeight
+from mainspring.kernels.native.weights import FP4_KIND, PackedExperts, PanelWeight, pack_quantized
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from native_here import why_not
 from quantized_folders import (
@@ -331,10 +332,25 @@ def test_experts_of_gpt_oss_run_with_their_own_numbers(native: NativeBackend, dt
     path, plain, values = make_mxfp4(tmp_path)
     model, exact = load(path, native, dtype=dtype), load(plain, native, dtype=dtype)
     packed = [w for w in model.whole.decoder.weights.values() if isinstance(w, PackedExperts)]  # type: ignore[union-attr]
-    assert [{panel.kind for panel in experts.panels} for experts in packed] == [{NF4}] * 2 * 2
+    assert [{panel.kind for panel in experts.panels} for experts in packed] == [{FP4_KIND}] * 2 * 2
     for name, value in values.items():
         assert torch.equal(model.parameters.get(name).bfloat16(), value), name
-    assert error_of(logits_of(model, native), logits_of(exact, native)) < {"auto": 0.01, "float32": 1e-5}[dtype]
+    assert error_of(logits_of(model, native), logits_of(exact, native)) < 0.05, "inputs are rounded to 8 bits"
+
+
+@needs_native
+def test_scales_of_mxfp4_that_fp16_has_not_are_kept_in_fp32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(0, 16, (40, 96), generator=generator, dtype=torch.uint8)
+    scales = torch.ldexp(torch.ones(40, 3), torch.randint(-22, 17, (40, 3), generator=generator))
+    library = native_build.load()
+    for small, zero, kind in ((False, False, FP4_KIND), (True, False, NF4), (True, True, FP4_KIND)):
+        scales[7, 1] = 2.0 ** (-127 if small else 0)
+        numbers[7, 32:64] = numbers[7, 32:64] & 8 if zero else 1
+        weight = QuantizedWeight(numbers, scales, None, torch.tensor(FP4))
+        packed = pack_quantized(library, weight, torch.float32)
+        assert packed.kind == kind
+        assert torch.equal(packed.unpack(), values_of(weight))
 
 
 # ------------------------------------------------------------------ FP8

@@ -529,6 +529,8 @@ namespace mainspring {
 
 // ---------------------------------------------------------------- int8 and 4-bit weights
 
+constexpr uint8_t TWICE_FP4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
 // Groups of 32, 64, … values along K of one column share a scale; w = scale * (q - zero), q unsigned. 8 bits: zero is 128,
 // so that w is symmetric. 4 bits: each group has a zero of its own (AWQ's form). x is quantized as it is packed: each row's
 // each group to int8 with a scale of its own. Then the sums within a group are sums of whole numbers, exact in any order,
@@ -545,7 +547,9 @@ namespace mainspring {
 //   8 bits  [group/4][32][4] uint8, then scales [32] fp16
 //   4 bits  [group/8][32][4] uint8: the low halves are 4 values of K, the high halves the next 4;
 //           then scales [32] and zeros [32], fp16
-template <int BITS>
+// FP4: the 4 bits of q are a float of one sign bit, two of exponent and one of mantissa (MXFP4). They stand for
+// `TWICE_FP4`, whole numbers too: twice the float, and 12, the zero.
+template <int BITS, bool FP4 = false>
 struct Quantized {
     static_assert(BITS == 8 || BITS == 4, "8 or 4 bits");
     // Accumulators (24, 20), W (2, 4), x, the mask that takes a byte apart, and room for scales: measured, as fast as more.
@@ -561,7 +565,7 @@ struct Quantized {
     static constexpr int ALONE = 4096;
     static constexpr int X_BYTES = BITS == 8 && !AT_ONCE ? 2 : 1;  // of a value of packed x
     static constexpr int K_PER_STEP = 32 / BITS, X_WORDS = K_PER_STEP * X_BYTES / 4, STEP_BYTES = 4 * PANEL;
-    static constexpr int TURN = 4;  // steps that are done together: so many sums of 4-bit products fit in int16
+    static constexpr int TURN = FP4 && !AT_ONCE ? 2 : 4;  // steps that are done together: so many sums of 4-bit products fit in int16
 
     const char* data;  // as `quantize_weight` or `pack_quantized` left it
     int N, K, group;   // group: a multiple of 32
@@ -674,7 +678,10 @@ struct Quantized {
         for (int i = 0; i < TURN; ++i, w += STEP_BYTES, x += 4 * X_WORDS) {
             I32 first[VECS], second[VECS];
 #pragma GCC unroll 4
-            for (int v = 0; v < VECS; ++v) take_apart<BITS>(load_bytes(w + v * LANES * 4), first[v], second[v]);
+            for (int v = 0; v < VECS; ++v) {
+                take_apart<BITS>(load_bytes(w + v * LANES * 4), first[v], second[v]);
+                if (FP4) first[v] = look_up(TWICE_FP4, first[v]), second[v] = look_up(TWICE_FP4, second[v]);
+            }
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; ++r) {
                 const I32 b = set_int(*(const int*)(x + r * 64));
@@ -762,7 +769,8 @@ struct Quantized {
     }
 };
 
-// q [N, K], scales and zeros [N, groups] → packed, `Quantized<BITS>::bytes()` long. zeros may be null for 8 bits. Panels
+// q [N, K], scales and zeros [N, groups] → packed, `Quantized<BITS>::bytes()` long. zeros may be null for 8 bits; of FP4
+// all are 12, and scales are half of what the floats are multiplied by. Panels
 // are shared out between threads.
 template <int BITS>
 void pack_quantized(const uint8_t* q, const float* scales, const float* zeros, int N, int K, int group, char* packed,

@@ -23,14 +23,18 @@ void multiply_typed(const Product& p, const Typed& weight, void* workspace, Team
             linear(x, p.x_stride, rows, weight, epilogue, workspace, rank, team.size, [&] { team.barrier(); },
                    [&] { return team.take(); });
         };
+        const auto with_gate = [&](auto act) {
+            // Of FP4 rows are never interleaved, and to compile this for it would take time at the first start.
+            if constexpr (!std::is_same<Typed, Quantized<4, true>>::value) with(Gated<decltype(act), T>{y, p.y_stride, bias});
+        };
         if (!p.gated)
             with(Store<T>{y, p.y_stride, bias, residual});
         else if (p.activation == Activation::silu)
-            with(Gated<Act<Activation::silu>, T>{y, p.y_stride, bias});
+            with_gate(Act<Activation::silu>());
         else if (p.activation == Activation::gelu)
-            with(Gated<Act<Activation::gelu>, T>{y, p.y_stride, bias});
+            with_gate(Act<Activation::gelu>());
         else
-            with(Gated<Act<Activation::gelu_tanh>, T>{y, p.y_stride, bias});
+            with_gate(Act<Activation::gelu_tanh>());
     }
 }
 
@@ -45,6 +49,8 @@ void multiply(const Product& p, void* workspace, Team& team, int rank) {
                 return multiply_typed<T>(p, Quantized<8>{(char*)p.weight.data, N, K, group}, workspace, team, rank);
             case WeightKind::int4:
                 return multiply_typed<T>(p, Quantized<4>{(char*)p.weight.data, N, K, group}, workspace, team, rank);
+            case WeightKind::fp4:
+                return multiply_typed<T>(p, Quantized<4, true>{(char*)p.weight.data, N, K, group}, workspace, team, rank);
             case WeightKind::coded:
                 return multiply_typed<T>(p, Coded{(char*)p.weight.data, N, K, group}, workspace, team, rank);
             default:  // of the dtype itself

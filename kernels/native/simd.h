@@ -152,6 +152,9 @@ inline I32 low_halves(I32 a) { return _mm512_and_si512(a, _mm512_set1_epi8(15));
 inline I32 high_halves(I32 a) { return low_halves(_mm512_srli_epi16(a, 4)); }
 inline I32 even_bytes(I32 a) { return _mm512_and_si512(a, _mm512_set1_epi16(255)); }  // as int16
 inline I32 odd_bytes(I32 a) { return _mm512_srli_epi16(a, 8); }
+inline I32 look_up(const uint8_t* table, I32 places) {  // of each byte, one of 16
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), places);
+}
 // For `dot`, below.
 #if MAINSPRING_VNNI
 inline I32 dot_bytes(I32 sum, I32 a, I32 b) { return _mm512_dpbusd_epi32(sum, a, b); }
@@ -272,6 +275,9 @@ inline I32 low_halves(I32 a) { return _mm256_and_si256(a, _mm256_set1_epi8(15));
 inline I32 high_halves(I32 a) { return low_halves(_mm256_srli_epi16(a, 4)); }
 inline I32 even_bytes(I32 a) { return _mm256_and_si256(a, _mm256_set1_epi16(255)); }
 inline I32 odd_bytes(I32 a) { return _mm256_srli_epi16(a, 8); }
+inline I32 look_up(const uint8_t* table, I32 places) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)), places);
+}
 #if defined(__AVXVNNI__)
 #define MAINSPRING_VNNI 1
 inline I32 dot_bytes(I32 sum, I32 a, I32 b) { return _mm256_dpbusd_avx_epi32(sum, a, b); }
@@ -304,7 +310,7 @@ inline void settle(I32& a) { asm("" : "+x"(a)); }
 
 // Products of unsigned numbers of 8 or 4 bits with signed ones, which lie in -127..127, are added up in int32, 4 or 8 to a
 // lane, exactly. AT_ONCE: by one instruction. Without it bytes are multiplied as int16, for two products of bytes up to 255
-// are more than fits there, and sums of products of 4 bits are kept in int16, where up to 16 fit, for `join_shorts`.
+// are more than fits there, and sums of products of 4 bits are kept in int16 for `join_shorts`: up to 16 fit, or 8 of FP4.
 #if MAINSPRING_VNNI
 constexpr bool AT_ONCE = true;
 #else

@@ -194,6 +194,10 @@ inline I32 low_halves(I32 a) { return iand(a, iset(0x0f0f0f0f)); }
 inline I32 high_halves(I32 a) { return low_halves(ishr<4>(a)); }
 inline I32 even_bytes(I32 a) { return iand(a, iset(0x00ff00ff)); }
 inline I32 odd_bytes(I32 a) { return even_bytes(ishr<8>(a)); }
+inline I32 look_up(const uint8_t* table, I32 places) {
+    const auto found = [&](int32x4_t x) { return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(table), vreinterpretq_u8_s32(x))); };
+    return {found(places.low), found(places.high)};
+}
 #if MAINSPRING_VNNI
 inline I32 dot_bytes(I32 sum, I32 a, I32 b) {
     const auto dot = [](int32x4_t s, int32x4_t x, int32x4_t y) {

@@ -121,7 +121,7 @@ EXPORT void mainspring_weight_pack_quantized(const int64_t* a) {
         const float* scales = rows_of_panel(at<const float>(a[7]), p, N, groups, a[5], scales_copy);
         if (weight.kind == WeightKind::int8) {
             pack_quantized<8>(q, scales, nullptr, columns, K, group, data + p * Quantized<8>{data, N, K, group}.panel_bytes());
-        } else if (weight.kind == WeightKind::int4) {
+        } else if (weight.kind == WeightKind::int4 || weight.kind == WeightKind::fp4) {
             const float* zeros = rows_of_panel(at<const float>(a[8]), p, N, groups, a[5], zeros_copy);
             pack_quantized<4>(q, scales, zeros, columns, K, group, data + p * Quantized<4>{data, N, K, group}.panel_bytes());
         } else {

@@ -6,7 +6,7 @@
 
 namespace mainspring {
 
-enum class WeightKind : int64_t { fp32 = 0, bf16 = 1, fp16 = 2, int4 = 4, coded = 5, int8 = 8 };  // as weights.py numbers them
+enum class WeightKind : int64_t { fp32 = 0, bf16 = 1, fp16 = 2, int4 = 4, coded = 5, fp4 = 6, int8 = 8 };  // as weights.py numbers them
 
 struct Weight {
     WeightKind kind;
@@ -24,6 +24,7 @@ inline void with_weight(const Weight& weight, Body&& body) {
         case WeightKind::fp16: return body(Packed<fp16>{(const fp16*)weight.data, N, K});
         case WeightKind::int8: return body(Quantized<8>{(char*)weight.data, N, K, group});
         case WeightKind::int4: return body(Quantized<4>{(char*)weight.data, N, K, group});
+        case WeightKind::fp4: return body(Quantized<4, true>{(char*)weight.data, N, K, group});
         case WeightKind::coded: return body(Coded{(char*)weight.data, N, K, group});
     }
 }
@@ -53,8 +54,8 @@ void read_row(const Packed<T>& weight, int row, T* out) {
         out[k] = *from;
     }
 }
-template <int BITS, class Y>
-void read_row(const Quantized<BITS>& weight, int row, Y* out) {
+template <int BITS, bool FP4, class Y>
+void read_row(const Quantized<BITS, FP4>& weight, int row, Y* out) {
     const int n = row % PANEL, group = weight.group;
     const char* from = weight.data + row / PANEL * weight.panel_bytes();
     for (int k0 = 0; k0 < weight.K; k0 += group, from += weight.group_bytes()) {
@@ -62,7 +63,8 @@ void read_row(const Quantized<BITS>& weight, int row, Y* out) {
         const float scale = load_one(parameters + n), zero_point = BITS == 8 ? 128 : load_one(parameters + PANEL + n);
         for (int i = 0; i < std::min(group, weight.K - k0); ++i) {
             const uint8_t byte = from[(i / (32 / BITS) * PANEL + n) * 4 + i % 4];
-            store_one(out + k0 + i, scale * ((BITS == 8 ? byte : byte >> (i % 8 / 4 * 4) & 15) - zero_point));
+            const int q = BITS == 8 ? byte : byte >> (i % 8 / 4 * 4) & 15;
+            store_one(out + k0 + i, scale * ((FP4 ? TWICE_FP4[q] : q) - zero_point));
         }
     }
 }

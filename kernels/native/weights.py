@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .. import host_memory
-from ..decoder_contract import INT8_ROWS, NF4, QuantizedWeight
+from ..decoder_contract import FP4, INT8_ROWS, NF4, QuantizedWeight
 from ..prefault import CHUNK_BYTES
 from .build import function
 
@@ -20,6 +20,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # dtypes.h, an
 GROUPS = (128, 64, 32)  # the first that divides a row's length; a row that none divides ends in zeros
 GATE = 16  # rows of gate, then as many of up: linear.h
 LONGEST_ROW = 1 << 17  # values in a group: the sum of so many products of 8 bits fits in 32
+FP4_KIND = 6  # of a weight whose codebook is `FP4`: weights.h
 _ROW_MAJOR = 2  # in the place of `gated`: not packed
 
 _PANEL = 32  # rows of a weight that are packed together: linear.h
@@ -32,7 +33,7 @@ class PanelWeight(NamedTuple):
 
     kernels: ctypes.CDLL
     memory: torch.Tensor  # uint8
-    kind: int  # one of DTYPES, or 8 or 4: the bits of a quantized weight; NF4: 4 bits with a codebook of any kind
+    kind: int  # one of DTYPES; 8 or 4: the bits of a quantized weight; NF4: 4 bits with any codebook; FP4_KIND
     out_features: int
     in_features: int
     group: int  # values of a row that share a scale; 0: not quantized
@@ -135,11 +136,22 @@ def pack_quantized(
         raise ValueError(f"{q.shape[1]} values in {scales.shape[1]} groups; a group must be a multiple of {GROUPS[-1]}")
     more = zeros if codebook is None else codebook
     kind = 8 if more is None else 4 if codebook is None else NF4
+    if not gated and _fits_fp4(weight):
+        kind, scales, more = FP4_KIND, scales / 2, torch.full_like(scales, 12)
     packed = _allocate(library, q, kind, group, dtype, gated)
     q, scales, more = q.contiguous(), scales.float().contiguous(), None if more is None else more.float().contiguous()
     at = 0 if more is None else more.data_ptr()
     packed._call("pack_quantized", q.data_ptr(), scales.data_ptr(), at, torch.get_num_threads())
     return packed
+
+
+def _fits_fp4(weight: QuantizedWeight) -> bool:
+    """Whether its codebook is `FP4`, and half of each scale fits in fp16; that of nothing but zeros may be any."""
+    if weight.codebook is None or not torch.equal(weight.codebook, torch.tensor(FP4)):
+        return False
+    halves = weight.scales / 2
+    misfits = halves.half().float() != halves
+    return not bool((weight.numbers.view(*halves.shape, -1)[misfits] & 7).any())
 
 
 def linear(

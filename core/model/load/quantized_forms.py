@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 
 from ....ipc.errors import UnsupportedModelError
-from ....kernels.decoder_contract import QuantizedWeight
+from ....kernels.decoder_contract import FP4, QuantizedWeight
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 SHORTEST, LONGEST = 32, 128  # groups that kernels take, and take well: inputs are rounded group by group, too
@@ -49,7 +49,6 @@ SUPPORTED = (
     "AWQ's (4 bits, gemm), GPTQ's (4 or 8 bits), bitsandbytes' (4 bits), MXFP4's of gpt-oss, FP8's and "
     "compressed-tensors' (integers of 4 or 8 bits, FP8)"
 )
-FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same with a sign
 FP8_BLOCK = (128, 128)  # rows and columns, where the config does not say
 
 Parts = Mapping[str, torch.Tensor]  # the tensors of a linear layer by the end of their names
@@ -182,11 +181,11 @@ class Mxfp4(Form):
     def read(self, parts: Parts) -> QuantizedWeight:
         blocks = parts["blocks"]
         numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)
-        return QuantizedWeight(numbers, self._scales(parts), None, torch.tensor((*FP4, *(-x for x in FP4))))
+        return QuantizedWeight(numbers, self._scales(parts), None, torch.tensor(FP4))
 
     def plain(self, parts: Parts) -> torch.Tensor:
         scales, dtype = self._scales(parts), self.dtype(parts)
-        codes = torch.tensor((*FP4, *(-x for x in FP4)), dtype=dtype)
+        codes = torch.tensor(FP4, dtype=dtype)
         of_byte = torch.stack((codes.repeat(16), codes.repeat_interleave(16)), dim=1)  # the two values
         experts, out, groups, _ = parts["blocks"].shape
         plain = torch.empty(experts, groups * 32, out, dtype=dtype)
