@@ -429,10 +429,14 @@ models that a paged cache can't serve, and then compares its logits with the mod
 - **Attention of a model's own** (GPT-J, GPT-Neo, BLOOM, MPT, Falcon) is replaced where the model computes it. A mask of
   its own is known for up to 2,048 tokens. BigBird is served if `max_model_len` is so small that its attention is full.
   A half-precision model with ALiBi adds a bias that is not rounded, where transformers' is.
-- **Quantized checkpoints** of AWQ (4 bits, gemm), GPTQ (4 bits, symmetric 8 bits; without act-order) and bitsandbytes
-  (4 bits) run on native kernels with the integers that they hold, where a row of weights and a group are multiples of
-  32 values. `quantization` rounds plain checkpoints to `int8`, `int8-dynamic`, `int4` or `bitsandbytes`' NF4 at load.
-  This needs a model that the native kernels run as a whole; adapters may be added to all of them.
+- **Quantized checkpoints** of AWQ (4 bits, gemm), GPTQ and compressed-tensors (4 bits, symmetric 8 bits; without
+  act-order), bitsandbytes (4 bits) and MXFP4 (gpt-oss) run on native kernels with the numbers that they hold, those of
+  experts too. This needs a model that the native kernels run as a whole, rows of weights and groups of multiples of 32
+  values, and for experts one rank. Any other model or backend computes with the 16-bit weights that the numbers stand
+  for, and a warning says so; checkpoints of FP8 (DeepSeek's blocks, compressed-tensors) always do. While a quantized
+  checkpoint is loaded, its 16-bit weights are in memory.
+- **`quantization`** rounds plain checkpoints, and those of FP8, to `int8`, `int8-dynamic`, `int4` or `bitsandbytes`' NF4
+  at load, for models that the native kernels run as a whole. Adapters may be added to all quantized models.
 - **Chunked attention** (Llama 4) is served as long as one chunk holds `max_model_len` tokens, and attention that is
   scaled by position as long as no scaled position is reached.
 - **Rotary frequencies that depend on the length** (`longrope`, `dynamic`) are chosen once, at load: the original ones

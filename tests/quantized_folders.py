@@ -199,6 +199,6 @@ def make_quantized(
 
 
 def make_awq(
-    folder: Path, architecture: str = "llama", but: Sequence[str] = (), **settings: Any
+    folder: Path, architecture: str = "llama", but: Sequence[str] = (), fields: Mapping[str, Any] = {}, **settings: Any
 ) -> tuple[Path, Path, dict[str, torch.Tensor]]:
-    return make_quantized(folder, awq_of, {**AWQ, **settings}, architecture, but)
+    return make_quantized(folder, awq_of, {**AWQ, **settings}, architecture, but, **fields)
