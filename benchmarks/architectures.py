@@ -435,8 +435,9 @@ models that a paged cache can't serve, and then compares its logits with the mod
   values, and for experts one rank. Any other model or backend computes with the 16-bit weights that the numbers stand
   for, and a warning says so; checkpoints of FP8 (DeepSeek's blocks, compressed-tensors) always do. While a quantized
   checkpoint is loaded, its 16-bit weights are in memory.
-- **`quantization`** rounds plain checkpoints, and those of FP8, to `int8`, `int8-dynamic`, `int4` or `bitsandbytes`' NF4
-  at load, for models that the native kernels run as a whole. Adapters may be added to all quantized models.
+- **`quantization`** rounds plain checkpoints, and those of FP8, to `int8`, `int8-dynamic`, `int4` or NF4 of
+  `bitsandbytes` at load, for models that the native kernels run as a whole. Adapters may be added to all quantized
+  models.
 - **Chunked attention** (Llama 4) is served as long as one chunk holds `max_model_len` tokens, and attention that is
   scaled by position as long as no scaled position is reached.
 - **Rotary frequencies that depend on the length** (`longrope`, `dynamic`) are chosen once, at load: the original ones

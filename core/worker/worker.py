@@ -29,6 +29,7 @@ from ..model.learn.verify_media import verify_media
 from ..model.learn.whole_match import make_whole
 from ..model.load.kept_decisions import KeptDecisions, Verified
 from ..model.load.loader import load_model
+from ..model.load.parameters import few_values
 from ..model.load.quantized import BITS
 from ..model.media.features import EncodedItem
 from ..model.media.merge import MergedPrompt
@@ -440,6 +441,5 @@ def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
     a few of its values."""
     digest = hashlib.blake2b(digest_size=16)
     for name, parameter in weights.items():
-        values = parameter.flatten()[:: max(1, parameter.numel() // 8)].float()
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {values.tolist()}".encode())
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {few_values(parameter)}".encode())
     return digest.hexdigest()

@@ -267,12 +267,10 @@ class NativeDecoder:
         for i, each in enumerate(weight.detach()):
             if given is not None:
                 panels.append(pack_quantized(self._library, given.expert(i), weight.dtype, gated))
-                host_memory.give_back(each)
+                host_memory.give_back(each.T if transposed else each)
                 continue
-            laid = each.T.contiguous() if transposed else each
+            laid = each.T.contiguous() if transposed else each  # no copy: fusing has turned it
             panels.append(pack(self._library, laid, gated, release=True, bits=self._bits))
-            if transposed:
-                host_memory.give_back(each)
         self.weights[id(weight)] = PackedExperts(panels, transposed)
         weight.data = torch.empty(0, dtype=weight.dtype)
         return panels

@@ -61,6 +61,7 @@ from .fuse_match import (
     routes,
 )
 from .fuse_observe import is_plain_linear, shared_inputs
+from .row_invariant import turn
 from .stack_match import recognise_stack
 
 RMS_NORM, GATED_MLP, ROUTER, EXPERTS, MIXTURE = "rms_norm", "gated_mlp", "router", "experts", "mixture"
@@ -238,6 +239,8 @@ def _router(original: nn.Module, path: str, options: Sequence[Any], backend: Bac
 def _experts(original: nn.Module, path: str, options: Sequence[Any], backend: Backend) -> _Replacement:
     gate_up, down, activation, *biases = filter(None, options)
     parameters: dict[str, Any] = dict(original.named_parameters())
+    if biases:
+        turn(parameters[gate_up], parameters[down])
     fused = FusedExperts(
         parameters[gate_up], parameters[down], activation, backend, *(parameters[name] for name in biases)
     )

@@ -235,10 +235,14 @@ def route_products(modules: Iterable[nn.Module], linear: Function) -> None:
 
 
 def turn_weights(modules: Iterable[nn.Module]) -> None:
-    """Let weights of GPT-2's kind lie in memory as a backend reads them. They keep their shape, ``[in, out]``."""
-    for module in modules:
-        if type(module) is Conv1D:
-            module.weight.data = module.weight.data.t().contiguous().t()
+    """`turn` the weights of GPT-2's kind."""
+    turn(*(module.weight for module in modules if type(module) is Conv1D))
+
+
+def turn(*weights: nn.Parameter) -> None:
+    """Let weights ``[…, in, out]`` lie in memory as a backend reads them. They keep their shape."""
+    for weight in weights:
+        weight.data = weight.data.mT.contiguous().mT
 
 
 def _has_forward(module: nn.Linear) -> bool:

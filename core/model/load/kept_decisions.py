@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from ....kernels.contract import Backend
 from ....kernels.native.build import cache_folder, cpu_features
 from ..learn.fuse import Decision
+from .parameters import few_values
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,5 @@ def _digest(model: PreTrainedModel, backend: Backend, settings: str) -> str:
     for file in (Path(inspect.getfile(type(model))), *sorted(file for file in ours if file.is_file())):
         hashed.update(file.read_bytes())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        values = tensor.flatten()[:: max(1, tensor.numel() // 8)].float().tolist()
-        hashed.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {values}\n".encode())
+        hashed.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {few_values(tensor)}\n".encode())
     return hashed.hexdigest()

@@ -15,6 +15,15 @@ from torch import nn
 from ...parallel.cuts import Cut
 
 
+def few_values(tensor: torch.Tensor) -> list[float]:
+    """At least 8 of its values, of all if it has fewer, from beginning to end. The others are not read."""
+    every = max(1, tensor.numel() // 8)
+    if tensor.is_contiguous():
+        return tensor.flatten()[::every].float().tolist()
+    places = torch.arange(0, tensor.numel(), every, device=tensor.device)
+    return tensor[torch.unravel_index(places, tensor.shape)].float().tolist()
+
+
 class Slot(NamedTuple):
     """Rows ``start : start + length`` of a module's tensor; length None means the whole tensor."""
 

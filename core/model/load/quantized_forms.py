@@ -188,11 +188,11 @@ class Mxfp4(Form):
         codes = torch.tensor(FP4, dtype=dtype)
         of_byte = torch.stack((codes.repeat(16), codes.repeat_interleave(16)), dim=1)  # the two values
         experts, out, groups, _ = parts["blocks"].shape
-        plain = torch.empty(experts, groups * 32, out, dtype=dtype)
+        plain = torch.empty(experts, out, groups * 32, dtype=dtype)
         for whole, blocks, scale in zip(plain, parts["blocks"], scales, strict=True):
             values = F.embedding(blocks.int(), of_byte).view(out, groups, 32)
-            whole.copy_(values.mul_(scale[..., None]).view(out, -1).T)
-        return plain
+            whole.copy_(values.mul_(scale[..., None]).view(out, -1))
+        return plain.mT
 
     def dtype(self, parts: Parts) -> torch.dtype:
         return torch.bfloat16  # in which they are exact
