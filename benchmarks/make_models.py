@@ -9,12 +9,15 @@ OpenVINO's by its exporter, GGUF for llama.cpp by the gguf package, each of the 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -29,7 +32,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from report import CACHE, MODELS
+from report import CACHE, MODELS, ROOT
 
 SHAPES: dict[str, PreTrainedConfig] = {
     "llama-110m": LlamaConfig(
@@ -134,8 +137,10 @@ SHAPES: dict[str, PreTrainedConfig] = {
 
 
 def save(name: str) -> Path:
-    """The checkpoint's folder; made if it is not there."""
+    """The checkpoint's folder; made if it is not there. ``NAME-mxfp4`` has the experts of gpt-oss in MXFP4."""
     folder = MODELS / name
+    if not (folder / "tokenizer.json").exists() and name.endswith("-mxfp4"):
+        save_mxfp4(save(name.removesuffix("-mxfp4")), folder)
     if not (folder / "tokenizer.json").exists():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.bfloat16)
@@ -143,6 +148,22 @@ def save(name: str) -> Path:
         byte_tokenizer().save_pretrained(folder)
         print(f"{folder}: {sum(p.numel() for p in model.parameters()) / 1e6:.0f} million parameters")
     return folder
+
+
+def save_mxfp4(plain: Path, folder: Path) -> None:
+    sys.path.append(str(ROOT / "tests"))
+    from quantized_folders import MXFP4, mxfp4_of
+
+    tensors = {}
+    for name, tensor in AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16).state_dict().items():
+        experts = tensor.dim() == 3
+        ends = mxfp4_of(tensor)[0] if experts else {"": tensor}
+        tensors |= {f"{name}_{end}" if experts else name: part.contiguous() for end, part in ends.items()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": MXFP4}))
+    byte_tokenizer().save_pretrained(folder)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -168,7 +189,11 @@ def save_openvino(folder: Path) -> None:
         half.rename(target)
 
 
-GGUF_ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"}  # where it is not the model type
+GGUF_ARCHITECTURES = {
+    "qwen3_5_text": "qwen35",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+}  # where it is not the model type
 # checkpoint module → GGUF tensor; {} is the layer
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -186,6 +211,8 @@ GGUF_NAMES = {
     "model.layers.{}.mlp.up_proj": "blk.{}.ffn_up",
     "model.layers.{}.mlp.down_proj": "blk.{}.ffn_down",
     "model.layers.{}.mlp.gate": "blk.{}.ffn_gate_inp",
+    "model.layers.{}.mlp.router": "blk.{}.ffn_gate_inp",
+    "model.layers.{}.self_attn.sinks": "blk.{}.attn_sinks.weight",
     "model.layers.{}.mlp.experts.down_proj": "blk.{}.ffn_down_exps.weight",
     "model.layers.{}.linear_attn.in_proj_qkv": "blk.{}.attn_qkv",
     "model.layers.{}.linear_attn.in_proj_z": "blk.{}.attn_gate",
@@ -200,7 +227,8 @@ GGUF_NAMES = {
 
 
 def save_gguf(folder: Path) -> None:
-    """`folder`.gguf in bf16, without a tokenizer, because the benchmark uses token ids."""
+    """`folder`.gguf in bf16, or with experts in MXFP4 if it has them, without a tokenizer, because the benchmark uses
+    token ids."""
     target = folder.with_name(folder.name + ".gguf")
     if target.exists():
         return
@@ -212,7 +240,7 @@ def save_gguf(folder: Path) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     half = target.with_name(target.name + "-unfinished")
     arch = GGUF_ARCHITECTURES.get(config.model_type, config.model_type)
-    hybrid = arch == "qwen35"
+    hybrid, oss = arch == "qwen35", arch == "gpt-oss"
     writer = gguf.GGUFWriter(str(half), arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -231,13 +259,18 @@ def save_gguf(folder: Path) -> None:
         if config.linear_num_key_heads != config.linear_num_value_heads:
             raise ValueError("llama.cpp has the heads of values in another order")
         add_states(writer, arch, config)
-    if arch == "qwen3moe":
-        writer.add_expert_count(config.num_experts)
+    if arch == "qwen3moe" or oss:
+        writer.add_expert_count(config.num_local_experts if oss else config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_feed_forward_length(config.intermediate_size if oss else config.moe_intermediate_size)
+    if oss:
+        writer.add_sliding_window(config.sliding_window)
 
-    def add_tensor(name: str, tensor: torch.Tensor) -> None:
-        if tensor.ndim == 1 or tensor.dtype == torch.float32:
+    def add_tensor(name: str, tensor: torch.Tensor, mxfp4: Any = None) -> None:
+        if mxfp4:
+            kind = mxfp4.GGMLQuantizationType.MXFP4
+            writer.add_tensor(name, mxfp4.quants.quantize(tensor.float().numpy(), kind), raw_dtype=kind)
+        elif tensor.ndim == 1 or tensor.dtype == torch.float32:
             writer.add_tensor(name, tensor.float().numpy())
         else:
             raw = tensor.contiguous().view(torch.uint8).numpy()
@@ -246,16 +279,20 @@ def save_gguf(folder: Path) -> None:
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        parts = name.removesuffix(".weight").split(".")
+        end = ".bias" if name.endswith(".bias") else ".weight"
+        parts = name.removesuffix(end).split(".")
         layer = next((part for part in parts if part.isdigit()), "")
+        if oss and "experts" in parts:
+            add_experts(f"blk.{layer}.ffn_", name, tensor, add_tensor, folder.name.endswith("-mxfp4") and gguf)
+            continue
         if parts[-1] == "gate_up_proj":
             for part, half_of_it in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
                 add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", half_of_it)
             continue
         target_name = GGUF_NAMES[".".join("{}" if part == layer else part for part in parts)].format(layer)
-        if name.endswith(".weight"):
-            target_name += ".weight"
-        if hybrid:
+        if name.endswith(end):
+            target_name += end
+        if hybrid or oss:
             target_name = target_name.replace("ffn_norm", "post_attention_norm")
         if hybrid and tensor.ndim == 1 and name.endswith("norm.weight") and "linear_attn" not in name:
             tensor = tensor.float() + 1
@@ -266,7 +303,7 @@ def save_gguf(folder: Path) -> None:
         if config.model_type == "llama" and parts[-1] in ("q_proj", "k_proj"):
             # llama.cpp rotates neighbouring pairs, transformers the two halves of a head
             tensor = tensor.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
-        if parts[-2:] == ["mlp", "gate"]:
+        if parts[-2:] in (["mlp", "gate"], ["mlp", "router"]):
             tensor = tensor.float()
         add_tensor(target_name, tensor)
     writer.write_header_to_file()
@@ -274,6 +311,15 @@ def save_gguf(folder: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     half.rename(target)
+
+
+def add_experts(prefix: str, name: str, tensor: torch.Tensor, add: Callable[..., None], mxfp4: Any) -> None:
+    """Weights or biases of gpt-oss' experts, whose gate and up are interleaved. mxfp4: the gguf package, if wanted."""
+    bias = name.endswith("_bias")
+    halves = {"gate": tensor[..., ::2], "up": tensor[..., 1::2]} if "gate_up" in name else {"down": tensor}
+    for half, values in halves.items():
+        target = f"{prefix}{half}_exps.{'bias' if bias else 'weight'}"
+        add(target, values.float() if bias else values.mT, None if bias or not mxfp4 else mxfp4)
 
 
 def add_states(writer: Any, arch: str, config: Any) -> None:
@@ -290,7 +336,7 @@ def add_states(writer: Any, arch: str, config: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(SHAPES)}; none: all")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(SHAPES)}, gpt-oss-0.7b-mxfp4; none: all")
     parser.add_argument("--forms", nargs="*", default=[], choices=["openvino", "gguf"], help="forms for peers")
     args = parser.parse_args()
     for name in args.names or SHAPES:

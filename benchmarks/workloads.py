@@ -38,6 +38,8 @@ WORKLOADS = {
     "single-mixture": Workload("qwen3-moe-0.7b", 1, (64, 64), (128, 128)),
     "single-glm4-moe": Workload("glm4-moe-0.7b", 1, (64, 64), (128, 128)),
     "single-gpt-oss": Workload("gpt-oss-0.7b", 1, (64, 64), (128, 128)),
+    "single-mxfp4": Workload("gpt-oss-0.7b-mxfp4", 1, (64, 64), (128, 128)),
+    "batch-mxfp4": Workload("gpt-oss-0.7b-mxfp4", 16, (32, 256), (32, 128)),
     "batch-mixture": Workload("qwen3-moe-0.7b", 16, (32, 256), (32, 128)),
     "single-hybrid-110m": Workload("qwen3.5-110m", 1, (64, 64), (128, 128)),
     "single-hybrid-0.6b": Workload("qwen3.5-0.6b", 1, (64, 64), (64, 64)),
