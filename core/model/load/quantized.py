@@ -101,7 +101,7 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
         return len(self._names)
 
     def plain(self, name: str) -> torch.Tensor:
-        """The values of the weight, in the dtype that the checkpoint would have without quantization."""
+        """The values of the weight, in the dtype that the checkpoint would have without quantization, or in fp32."""
         return self._form.plain(self._packed[name])
 
     def all_plain(self) -> dict[str, PlainWeight]:
@@ -133,14 +133,14 @@ class PlacedWeights(Mapping[str, QuantizedWeight]):
         self._weights = weights
         known = {**{name: tensor.shape for name, tensor in model.state_dict().items()}, **others}
         names = CheckpointNames(model, get_model_conversion_mapping(model), known)
-        self._names: dict[str, list[list[str]]] = {}  # of a parameter, of each expert those that are joined
+        self._names: dict[str, str | list[list[str]]] = {}  # of a parameter; of each expert those that are joined
         parts: dict[str, dict[tuple[int, int], str]] = {}
         for name in weights:
             parameter, pattern = names.in_model(name)
             if not parameter:
                 raise UnsupportedModelError(f"of quantized weights, the model has no parameter {name!r}")
             if pattern is None:
-                self._names[parameter] = [[name]]
+                self._names[parameter] = name
             elif (place := names.stacked(name, pattern)) is not None:
                 parts.setdefault(parameter, {})[place] = name
         for parameter, places in parts.items():
@@ -149,10 +149,10 @@ class PlacedWeights(Mapping[str, QuantizedWeight]):
                 self._names[parameter] = [[places[e, at] for at in range(joined)] for e in range(experts)]
 
     def __getitem__(self, name: str) -> QuantizedWeight:
-        experts = self._names[name]
-        read = [joined([self._weights[each] for each in one]) for one in experts]
-        if len(experts) == 1:
-            return read[0]
+        found = self._names[name]
+        if isinstance(found, str):
+            return self._weights[found]
+        read = [joined([self._weights[each] for each in one]) for one in found]
         zeros = [each.zeros for each in read if each.zeros is not None]
         return QuantizedWeight(
             torch.stack([each.numbers for each in read]),

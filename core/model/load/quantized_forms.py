@@ -75,7 +75,7 @@ class Form(ABC):
     def read(self, parts: Parts) -> QuantizedWeight: ...
 
     def plain(self, parts: Parts) -> torch.Tensor:
-        """What the numbers stand for, in the shape and the dtype of the plain weight."""
+        """What the numbers stand for, in the shape of the plain weight."""
         return values_of(self.read(parts)).to(self.dtype(parts))
 
     def dtype(self, parts: Parts) -> torch.dtype:
