@@ -429,12 +429,12 @@ models that a paged cache can't serve, and then compares its logits with the mod
 - **Attention of a model's own** (GPT-J, GPT-Neo, BLOOM, MPT, Falcon) is replaced where the model computes it. A mask of
   its own is known for up to 2,048 tokens. BigBird is served if `max_model_len` is so small that its attention is full.
   A half-precision model with ALiBi adds a bias that is not rounded, where transformers' is.
-- **Quantized checkpoints** of AWQ (4 bits, gemm), GPTQ and compressed-tensors (4 bits, symmetric 8 bits; without
-  act-order), bitsandbytes (4 bits) and MXFP4 (gpt-oss) run on native kernels with the numbers that they hold, those of
-  experts too. This needs a model that the native kernels run as a whole, rows of weights and groups of multiples of 32
-  values, and for experts one rank. Any other model or backend computes with the 16-bit weights that the numbers stand
-  for, and a warning says so; checkpoints of FP8 (DeepSeek's blocks, compressed-tensors) always do. While a quantized
-  checkpoint is loaded, its 16-bit weights are in memory.
+- **Quantized checkpoints** of AWQ (4 bits, gemm), GPTQ and compressed-tensors (4 and 8 bits), bitsandbytes (4 bits) and
+  MXFP4 (gpt-oss) run on native kernels with the numbers that they hold, those of experts too. This needs a model that
+  the native kernels run as a whole, rows of weights and groups of multiples of 32 values, symmetric ones of 8 bits, no
+  act-order, and for experts one rank. Anything else computes with the 16-bit weights that the numbers stand for, and a
+  warning says so; checkpoints of FP8 (DeepSeek's blocks, compressed-tensors) and other backends always do. While a
+  quantized checkpoint is loaded, its 16-bit weights are in memory.
 - **`quantization`** rounds plain checkpoints, and those of FP8, to `int8`, `int8-dynamic`, `int4` or NF4 of
   `bitsandbytes` at load, for models that the native kernels run as a whole. Adapters may be added to all quantized
   models.

@@ -46,7 +46,6 @@ from quantized_folders import (
     COMPRESSED,
     FP8,
     GPTQ,
-    GROUP,
     awq_of,
     bnb_of,
     compressed_of,
@@ -57,6 +56,7 @@ from quantized_folders import (
     make_quantized,
     mxfp4_of,
     pack_columns,
+    pack_in_order,
 )
 
 REASON = why_not()
@@ -173,9 +173,13 @@ def test_weights_that_the_model_lacks_are_named(tmp_path: Path) -> None:
 
 
 def test_tensors_that_do_not_fit_together_are_named() -> None:
-    tensors, _ = awq_of(torch.randn(8, 64), 16)
-    with pytest.raises(UnsupportedModelError, match=r"'a' has .* a group must be a multiple of 32"):
-        PackedWeights({f"a.{kind}": tensor for kind, tensor in tensors.items()}, Awq())
+    tensors, values = awq_of(torch.randn(8, 64), 16)
+    weights = PackedWeights({f"a.{kind}": tensor for kind, tensor in tensors.items()}, Awq())
+    assert not weights, "groups of 16 are too short for kernels"
+    assert torch.equal(weights.plain("a.weight"), values)
+    for end, wrong in (("scales", torch.ones(3, 8)), ("qzeros", torch.ones(4, 2).int())):
+        with pytest.raises(UnsupportedModelError, match=r"'a' has a qweight, qzeros and scales of \["):
+            PackedWeights({f"a.{kind}": tensor for kind, tensor in {**tensors, end: wrong}.items()}, Awq())
     del tensors["qzeros"]
     with pytest.raises(UnsupportedModelError, match=r"has 'a.qweight', but no 'a.qzeros'"):
         PackedWeights({f"a.{kind}": tensor for kind, tensor in tensors.items()}, Awq())
@@ -226,17 +230,24 @@ def test_a_gptq_checkpoint_runs_with_its_own_numbers(
     assert error_of(logits_of(model, native), logits_of(exact, native)) < 0.05, "inputs are rounded to 8 bits"
 
 
-def test_weights_of_gptq_that_kernels_do_not_take_are_named() -> None:
-    def refused(form: Gptq, words: str, **changed: torch.Tensor) -> None:
-        tensors = {**gptq_of(torch.randn(8, 64), bits=form.bits, symmetric=form.bits == 8)[0], **changed}
-        with pytest.raises(UnsupportedModelError, match=words):
-            PackedWeights({f"a.{end}": tensor for end, tensor in tensors.items()}, form)
+def test_weights_of_gptq_that_kernels_do_not_take_are_plain() -> None:
+    def plain(form: Gptq, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        weights = PackedWeights({f"a.{end}": tensor for end, tensor in tensors.items()}, form)
+        assert not weights
+        return weights.plain("a.weight")
 
-    order = torch.arange(64).flip(0).int() // GROUP
-    refused(Gptq(4, 1), r"'a' has a g_idx with groups of inputs that are not neighbours \(desc_act\)", g_idx=order)
-    refused(Gptq(8, 0), r"only symmetric weights of 8 bits")
-    refused(Gptq(4, 1), "a group must be a multiple of 32", scales=torch.ones(4, 8).half())
-    refused(Gptq(4, 1), "a group must be a multiple of 32", qzeros=torch.ones(2, 2).int())
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    tensors, values = gptq_of(weight, bits=8, symmetric=False)
+    assert torch.equal(plain(Gptq(8, 1), tensors), values), "zeros of 8 bits that are not in the middle"
+    tensors, values = gptq_of(weight, symmetric=False)
+    order = torch.randperm(
+        64, generator=torch.Generator().manual_seed(0)
+    )  # of inputs, whose integers keep their groups
+    numbers = unpack(tensors["qweight"].T.contiguous(), 4)[:, order]
+    turned = {"qweight": pack_in_order(numbers, 4).T.contiguous(), "g_idx": tensors["g_idx"][order]}
+    assert torch.equal(plain(Gptq(4, 1), {**tensors, **turned}), values[:, order]), "act-order"
+    with pytest.raises(UnsupportedModelError, match="'a' has a qweight, qzeros and scales of"):
+        plain(Gptq(4, 1), {**tensors, "qzeros": torch.ones(2, 2).int()})
 
 
 # ------------------------------------------------------------------ bitsandbytes
@@ -401,11 +412,17 @@ def test_a_weight_of_compressed_tensors_is_its_scale_times_its_integer(
     assert weights.sources == set(named)
     assert torch.equal(weights.plain("a.weight"), values)
     assert weights["a.weight"].scales.shape[1] == 384 // min(group or 384, 128)
-    order = torch.arange(384).flip(0).int() // 32
-    wrong = {"a.weight_g_idx": order, "a.weight_scale": torch.ones(16, 24)}
-    for name, tensor in wrong.items():
-        with pytest.raises(UnsupportedModelError, match="'a' has "):
-            PackedWeights({**named, name: tensor}, CompressedTensors((128, 128)))
+    others = {**named, "a.weight_scale": torch.ones(16, 24)}
+    others.pop("a.weight_zero_point", None)
+    assert not PackedWeights(others, CompressedTensors((128, 128))), "groups of 16 are too short for kernels"
+    with pytest.raises(UnsupportedModelError, match=r"'a' has integers of . bits \[16, 384\] and scales of \[16, 25\]"):
+        PackedWeights({**named, "a.weight_scale": torch.ones(16, 25)}, CompressedTensors((128, 128)))
+    if group == 32 and symmetric:
+        turned = {**named, "a.weight_g_idx": torch.arange(384).flip(0).int() // 32}
+        scales = tensors["weight_scale"].float()[..., None]
+        integers = (values.float().view(16, 12, 32) / scales).round()
+        flipped = PackedWeights(turned, CompressedTensors((128, 128))).plain("a.weight")
+        assert torch.equal(flipped, (integers * scales.flip(1)).half().flatten(1)), "act-order"
 
 
 @needs_native

@@ -35,7 +35,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -71,8 +71,8 @@ class Form(ABC):
         """Whether kernels take the weight as it is, by `read`; else only its values are used."""
         return True
 
-    @abstractmethod
-    def read(self, parts: Parts) -> QuantizedWeight: ...
+    def read(self, parts: Parts) -> QuantizedWeight:
+        raise NotImplementedError
 
     def plain(self, parts: Parts) -> torch.Tensor:
         """What the numbers stand for, in the shape of the plain weight."""
@@ -83,7 +83,51 @@ class Form(ABC):
         return parts["scales"].dtype
 
 
-class Awq(Form):
+class Groups(NamedTuple):
+    """Of an integer layer."""
+
+    scales: torch.Tensor  # fp32 [out, groups]
+    zeros: torch.Tensor  # fp32 [out, groups]
+    order: torch.Tensor | None = None  # int64 [in], the group of each input; None: neighbours form them
+
+
+class IntegerForm(Form):
+    """A weight is scale * (integer - zero)."""
+
+    @abstractmethod
+    def bits_of(self, parts: Parts) -> int:
+        """4 or 8."""
+
+    @abstractmethod
+    def numbers(self, parts: Parts) -> torch.Tensor:
+        """uint8 ``[out, in]``."""
+
+    @abstractmethod
+    def inputs(self, parts: Parts) -> int: ...
+
+    @abstractmethod
+    def groups(self, parts: Parts) -> Groups: ...
+
+    def has_numbers(self, parts: Parts) -> bool:
+        scales, zeros, order = self.groups(parts)
+        fits = order is None and self.inputs(parts) // scales.shape[1] % SHORTEST == 0
+        return fits and (self.bits_of(parts) == 4 or bool((zeros == 128).all()))
+
+    def read(self, parts: Parts) -> QuantizedWeight:
+        scales, zeros, _ = self.groups(parts)
+        times = self.inputs(parts) // scales.shape[1] // LONGEST  # into groups that kernels take well
+        if times and scales.shape[1] * times * LONGEST == self.inputs(parts):
+            scales, zeros = (x.repeat_interleave(times, dim=1) for x in (scales, zeros))
+        return QuantizedWeight(self.numbers(parts), scales, zeros if self.bits_of(parts) == 4 else None)
+
+    def plain(self, parts: Parts) -> torch.Tensor:
+        scales, zeros, order = self.groups(parts)
+        if order is not None:
+            scales, zeros = scales[:, order], zeros[:, order]
+        return values_of(QuantizedWeight(self.numbers(parts), scales, zeros)).to(self.dtype(parts))
+
+
+class Awq(IntegerForm):
     method = "awq"
     marks = ("qweight",)
     needs = ("qzeros", "scales")
@@ -91,13 +135,22 @@ class Awq(Form):
     def misfit(self, parts: Parts) -> str | None:
         return _misfit(parts, 1, 8)
 
-    def read(self, parts: Parts) -> QuantizedWeight:
-        numbers = unpack(parts["qweight"], 4, AWQ_COLUMNS).T.contiguous()
-        return _split(numbers, parts["scales"].T.float(), unpack(parts["qzeros"], 4, AWQ_COLUMNS).T.float())
+    def bits_of(self, parts: Parts) -> int:
+        return 4
+
+    def numbers(self, parts: Parts) -> torch.Tensor:
+        return unpack(parts["qweight"], 4, AWQ_COLUMNS).T.contiguous()
+
+    def inputs(self, parts: Parts) -> int:
+        return len(parts["qweight"])
+
+    def groups(self, parts: Parts) -> Groups:
+        zeros = unpack(parts["qzeros"], 4, AWQ_COLUMNS)
+        return Groups(parts["scales"].T.float().contiguous(), zeros.T.float().contiguous())
 
 
 @dataclass
-class Gptq(Form):
+class Gptq(IntegerForm):
     bits: int  # 4 or 8
     stored_less: int  # what a zero is more than it is stored as
 
@@ -107,24 +160,21 @@ class Gptq(Form):
     may_have = ("g_idx",)
 
     def misfit(self, parts: Parts) -> str | None:
-        packed = 32 // self.bits
-        if reason := _misfit(parts, packed, packed):
-            return reason
-        inputs = len(parts["qweight"]) * packed
-        order, group = parts.get("g_idx"), inputs // len(parts["scales"])
-        if order is not None and not torch.equal(order.long(), torch.arange(inputs) // group):
-            return "a g_idx with groups of inputs that are not neighbours (desc_act), which is not supported so far"
-        if self.bits == 8 and not bool((self._zeros(parts) == 128).all()):
-            return "zeros of 8 bits that are not in the middle; only symmetric weights of 8 bits are supported"
-        return None
+        return _misfit(parts, 32 // self.bits, 32 // self.bits)
 
-    def read(self, parts: Parts) -> QuantizedWeight:
-        numbers = unpack(parts["qweight"].T.contiguous(), self.bits)
-        scales = parts["scales"].T.float()
-        return _split(numbers, scales, self._zeros(parts).T.float() if self.bits == 4 else None)
+    def bits_of(self, parts: Parts) -> int:
+        return self.bits
 
-    def _zeros(self, parts: Parts) -> torch.Tensor:
-        return unpack(parts["qzeros"], self.bits).short() + self.stored_less
+    def numbers(self, parts: Parts) -> torch.Tensor:
+        return unpack(parts["qweight"].T.contiguous(), self.bits)
+
+    def inputs(self, parts: Parts) -> int:
+        return len(parts["qweight"]) * (32 // self.bits)
+
+    def groups(self, parts: Parts) -> Groups:
+        zeros = unpack(parts["qzeros"], self.bits).short() + self.stored_less
+        scales = parts["scales"].T.float().contiguous()
+        return Groups(scales, zeros.T.float().contiguous(), _order(parts.get("g_idx"), scales.shape[1]))
 
 
 class BitsAndBytes(Form):
@@ -217,16 +267,13 @@ class Fp8(Form):
     def has_numbers(self, parts: Parts) -> bool:
         return False
 
-    def read(self, parts: Parts) -> QuantizedWeight:
-        raise NotImplementedError
-
     def plain(self, parts: Parts) -> torch.Tensor:
         return fp8_values(parts["weight"], parts["weight_scale_inv"], self.block)
 
 
 @dataclass
-class CompressedTensors(Form):
-    block: tuple[int, int]
+class CompressedTensors(IntegerForm):
+    block: tuple[int, int]  # of FP8
 
     method = "compressed-tensors"
     marks = ("weight_scale",)
@@ -234,61 +281,57 @@ class CompressedTensors(Form):
     may_have = ("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx", "weight", "input_scale")
 
     def misfit(self, parts: Parts) -> str | None:
-        if not self.has_numbers(parts):
-            if "weight" not in parts:
-                return "a weight_scale, but neither weight nor weight_packed"
+        if "weight_packed" not in parts and "weight" not in parts:
+            return "a weight_scale, but neither weight nor weight_packed"
+        if not self._is_integer(parts):
             return fp8_misfit(parts["weight"], parts["weight_scale"], self.block)
-        bits, inputs, scales = self._bits(parts), self._inputs(parts), self._scales(parts)
-        group = inputs // scales.shape[1]
-        if bits not in (4, 8) or group * scales.shape[1] != inputs or group % SHORTEST:
-            return f"integers of {bits} bits in groups of {group}; only 4 and 8 bits and multiples of 32 are supported"
-        order = parts.get("weight_g_idx")
-        if order is not None and not torch.equal(order.long(), torch.arange(inputs) // group):
-            return "a weight_g_idx with groups of inputs that are not neighbours, which is not supported so far"
-        if bits == 8 and parts.get("weight_zero_point") is not None and not bool((self._zeros(parts) == 128).all()):
-            return "zeros of 8 bits that are not in the middle; only symmetric weights of 8 bits are supported"
-        return None
+        bits, inputs, out = self.bits_of(parts), self.inputs(parts), self._out(parts)
+        scales = parts["weight_scale"]
+        groups = scales.numel() // out if scales.numel() > 1 else 1
+        if bits in (4, 8) and groups and inputs % groups == 0 and scales.numel() in (1, out * groups):
+            return None
+        return f"integers of {bits} bits [{out}, {inputs}] and scales of {list(scales.shape)}"
 
     def has_numbers(self, parts: Parts) -> bool:
-        return "weight_packed" in parts or ("weight" in parts and parts["weight"].dtype == torch.int8)
-
-    def read(self, parts: Parts) -> QuantizedWeight:
-        if "weight_packed" in parts:
-            numbers = unpack(parts["weight_packed"], self._bits(parts))[:, : self._inputs(parts)].contiguous()
-        else:
-            numbers = parts["weight"].view(torch.uint8) ^ 128
-        return _split(numbers, self._scales(parts), self._zeros(parts) if self._bits(parts) == 4 else None)
+        return self._is_integer(parts) and super().has_numbers(parts)
 
     def plain(self, parts: Parts) -> torch.Tensor:
-        if self.has_numbers(parts):
+        if self._is_integer(parts):
             return super().plain(parts)
         return fp8_values(parts["weight"], parts["weight_scale"], self.block)
 
     def dtype(self, parts: Parts) -> torch.dtype:
         return parts["weight_scale"].dtype
 
-    def _inputs(self, parts: Parts) -> int:
+    def bits_of(self, parts: Parts) -> int:
+        packed = parts.get("weight_packed")
+        return 8 if packed is None else 32 // -(-self.inputs(parts) // packed.shape[1])
+
+    def numbers(self, parts: Parts) -> torch.Tensor:
+        if "weight_packed" in parts:
+            return unpack(parts["weight_packed"], self.bits_of(parts))[:, : self.inputs(parts)].contiguous()
+        return parts["weight"].view(torch.uint8) ^ 128
+
+    def inputs(self, parts: Parts) -> int:
         return int(parts["weight_shape"][1]) if "weight_packed" in parts else parts["weight"].shape[1]
 
-    def _bits(self, parts: Parts) -> int:
-        packed = parts.get("weight_packed")
-        return 8 if packed is None else 32 // -(-self._inputs(parts) // packed.shape[1])
-
-    def _scales(self, parts: Parts) -> torch.Tensor:
-        """fp32 ``[out, groups]``."""
-        out = len(parts["weight_packed" if "weight_packed" in parts else "weight"])
+    def groups(self, parts: Parts) -> Groups:
+        bits, zeros, out = self.bits_of(parts), parts.get("weight_zero_point"), self._out(parts)
         scales = parts["weight_scale"].float()
-        return scales.view(out if scales.numel() > 1 else 1, -1).expand(out, -1).contiguous()
-
-    def _zeros(self, parts: Parts) -> torch.Tensor:
-        """``[out, groups]``."""
-        bits, zeros, scales = self._bits(parts), parts.get("weight_zero_point"), self._scales(parts)
-        middle = 1 << (bits - 1)
+        scales = scales.view(out if scales.numel() > 1 else 1, -1).expand(out, -1).contiguous()
         if zeros is None:
-            return torch.full_like(scales, middle)
-        if zeros.dtype == torch.int8:
-            return zeros.float().view_as(scales) + middle
-        return unpack(zeros.T.contiguous(), bits).T[: len(scales)].float()
+            zeros = torch.full_like(scales, 1 << (bits - 1))
+        elif zeros.dtype == torch.int8:
+            zeros = (zeros.float() + (1 << (bits - 1))).expand_as(scales)
+        else:
+            zeros = unpack(zeros.T.contiguous(), bits).T[:out].float().contiguous()
+        return Groups(scales, zeros, _order(parts.get("weight_g_idx"), scales.shape[1]))
+
+    def _out(self, parts: Parts) -> int:
+        return len(parts["weight_packed" if "weight_packed" in parts else "weight"])
+
+    def _is_integer(self, parts: Parts) -> bool:
+        return "weight_packed" in parts or parts["weight"].dtype == torch.int8
 
 
 def form_of(config: Mapping[str, Any], name: str) -> Form:
@@ -371,26 +414,14 @@ def _misfit(parts: Parts, rows: int, columns: int) -> str | None:
     """`Form.misfit` of a qweight whose int32 have this many inputs, and qzeros with this many outputs."""
     qweight, qzeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     groups, out = scales.shape
-    inputs = len(qweight) * rows
-    group = inputs // groups
     outputs = qweight.shape[1] * (columns if rows == 1 else 1)
-    if inputs == groups * group and outputs == out and qzeros.shape == (groups, out // columns) and not (
-        out % columns or group % SHORTEST
-    ):  # fmt: skip
+    if outputs == out and qzeros.shape == (groups, out / columns) and len(qweight) * rows % groups == 0:
         return None
-    shapes = ", ".join(str(list(tensor.shape)) for tensor in (qweight, qzeros, scales))
-    return (
-        f"a qweight, qzeros and scales of {shapes}; a group must be a multiple of {SHORTEST} inputs long and {columns} "
-        "outputs wide"
-    )
+    return f"a qweight, qzeros and scales of {', '.join(str(list(x.shape)) for x in (qweight, qzeros, scales))}"
 
 
-def _split(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> QuantizedWeight:
-    """Scales and zeros ``[out, groups]``, of groups that kernels take well."""
-    group = numbers.shape[1] // scales.shape[1]
-    times = group // LONGEST if group % LONGEST == 0 else 1
-
-    def split(x: torch.Tensor) -> torch.Tensor:
-        return x.repeat_interleave(times, dim=1).contiguous()
-
-    return QuantizedWeight(numbers, split(scales), None if zeros is None else split(zeros))
+def _order(index: torch.Tensor | None, groups: int) -> torch.Tensor | None:
+    """`Groups.order`, where each input has the number of its group."""
+    if index is None or torch.equal(index.long(), torch.arange(len(index)) // (len(index) // groups)):
+        return None
+    return index.long()
