@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import tiny
 from mainspring.core.model.learn.verify import paged_logits, random_sequences, schedule
 from mainspring.core.model.learn.whole_match import make_whole
 from mainspring.core.model.load.loader import load_model
-from mainspring.core.model.load.quantized import BITS, EXPANDED, PackedWeights, PlacedWeights
+from mainspring.core.model.load.quantized import BITS, EXPANDED, PackedWeights
 from mainspring.core.model.load.quantized_forms import (
     AWQ_COLUMNS,
     Awq,
@@ -165,11 +165,17 @@ def test_a_joined_weight_of_which_a_part_is_plain_stays_plain(native: NativeBack
     assert error_of(logits_of(model, native), logits_of(load(plain, native), native)) < 0.05
 
 
-def test_weights_that_the_model_lacks_are_named(tmp_path: Path) -> None:
-    weights = PackedWeights({f"model.other.{kind}": t for kind, t in awq_of(torch.randn(8, 32))[0].items()}, Awq())
-    model = load_model(ModelConfig(model=str(tiny.make("llama", tmp_path))), LoadConfig(), CPU)
-    with pytest.raises(UnsupportedModelError, match=r"no parameter 'model.other.weight'"):
-        PlacedWeights(weights, model.model, {})
+@needs_native
+def test_weights_that_the_model_lacks_are_left_out(native: NativeBackend, tmp_path: Path) -> None:
+    """As plain ones are. Checkpoints bring layers that guess tokens."""
+    path, plain, values = make_awq(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    more = {name.replace("layers.1.", "layers.2."): x.clone() for name, x in tensors.items() if "layers.1." in name}
+    save_file(tensors | more, path / "model.safetensors", metadata={"format": "pt"})
+    model = load(path, native)
+    assert model.quantized is not None
+    assert set(model.quantized) == set(values)
+    assert error_of(logits_of(model, native), logits_of(load(plain, native), native)) < 0.05
 
 
 def test_tensors_that_do_not_fit_together_are_named() -> None:

@@ -123,13 +123,12 @@ class PlainWeight:
 
 class PlacedWeights(Mapping[str, QuantizedWeight]):
     """Quantized weights by the names of the model's parameters. Those of experts that are one parameter are stacked,
-    and gate and up joined. What becomes a parameter in another way is not among them."""
+    and gate and up joined. What becomes a parameter in another way, or none, is not among them."""
 
     def __init__(
         self, weights: Mapping[str, QuantizedWeight], model: PreTrainedModel, others: Mapping[str, torch.Size]
     ) -> None:
-        """others: parameters that only other stages hold. Raises UnsupportedModelError for a weight that the model does
-        not have."""
+        """others: parameters that only other stages hold."""
         self._weights = weights
         known = {**{name: tensor.shape for name, tensor in model.state_dict().items()}, **others}
         names = CheckpointNames(model, get_model_conversion_mapping(model), known)
@@ -138,7 +137,7 @@ class PlacedWeights(Mapping[str, QuantizedWeight]):
         for name in weights:
             parameter, pattern = names.in_model(name)
             if not parameter:
-                raise UnsupportedModelError(f"of quantized weights, the model has no parameter {name!r}")
+                continue
             if pattern is None:
                 self._names[parameter] = name
             elif (place := names.stacked(name, pattern)) is not None:
