@@ -91,7 +91,7 @@ def in_parts(group: Any, path: str) -> list[Any]:
 
 def read_bytes(group: RankGroup, path: str, whole_experts: bool) -> tuple[int, int]:
     """Bytes that are read of the parameters that are cut, and of these parameters as a whole."""
-    read, own, part_of = [0], sliced_reading._Part.__getitem__, sliced_reading._Names.part_of
+    read, own, part_of = [0], sliced_reading._Part.__getitem__, sliced_reading.CheckpointNames.part_of
 
     def noted(part: Any, index: Any) -> torch.Tensor:
         found = own(part, index)
@@ -104,13 +104,13 @@ def read_bytes(group: RankGroup, path: str, whole_experts: bool) -> tuple[int, i
         return found
 
     sliced_reading._Part.__getitem__ = noted  # type: ignore[method-assign]
-    sliced_reading._Names.part_of = noted_whole  # type: ignore[method-assign]
+    sliced_reading.CheckpointNames.part_of = noted_whole  # type: ignore[method-assign]
     try:
         backend: Any = ParallelBackend(ReferenceBackend(), group)
         model = load_model(ModelConfig(model=path), LoadConfig(), CPU, None, backend, whole_experts=whole_experts)
     finally:
         sliced_reading._Part.__getitem__ = own  # type: ignore[method-assign]
-        sliced_reading._Names.part_of = part_of  # type: ignore[method-assign]
+        sliced_reading.CheckpointNames.part_of = part_of  # type: ignore[method-assign]
     return read[0], sum(4 * model.parameters.whole_shape(name).numel() for name in model.parameters.cuts)
 
 
