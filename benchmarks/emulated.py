@@ -74,7 +74,7 @@ log: {folder}/log
 
 
 def build(level: str, folder: Path) -> None:
-    """The programs for this level, and a disk that runs them."""
+    """Compile the programs for this level."""
     (found,) = [one for one in native_build.LEVELS if one.name == level.removesuffix("_vnni")]
     flags = [*FLAGS, *found.flags, *(["-mavx512vnni"] if level != "avx512" else []), "-DMAINSPRING_STD_THREADS"]
     (folder / "init.cpp").write_text(INIT)
@@ -100,6 +100,7 @@ def archive(files: Iterable[Path]) -> bytes:
 
 
 def run(bochs: list[str], bios: Path, kernel: Path, level: str, folder: Path) -> bool:
+    """Make a disk that runs the programs, and start a computer from it. → Whether both programs passed."""
     build(level, folder)
     disk = folder / "disk"
     disk.mkdir()

@@ -139,9 +139,11 @@ SHAPES: dict[str, PreTrainedConfig] = {
 def save(name: str) -> Path:
     """The checkpoint's folder; made if it is not there. ``NAME-mxfp4`` has the experts of gpt-oss in MXFP4."""
     folder = MODELS / name
-    if not (folder / "tokenizer.json").exists() and name.endswith("-mxfp4"):
+    if (folder / "tokenizer.json").exists():
+        return folder
+    if name.endswith("-mxfp4"):
         save_mxfp4(save(name.removesuffix("-mxfp4")), folder)
-    if not (folder / "tokenizer.json").exists():
+    else:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.bfloat16)
         model.save_pretrained(folder)
@@ -154,11 +156,10 @@ def save_mxfp4(plain: Path, folder: Path) -> None:
     sys.path.append(str(ROOT / "tests"))
     from quantized_folders import MXFP4, mxfp4_of
 
-    tensors = {}
-    for name, tensor in AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16).state_dict().items():
-        experts = tensor.dim() == 3
-        ends = mxfp4_of(tensor)[0] if experts else {"": tensor}
-        tensors |= {f"{name}_{end}" if experts else name: part.contiguous() for end, part in ends.items()}
+    tensors = dict(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16).state_dict())
+    for name in [name for name, tensor in tensors.items() if tensor.dim() == 3]:
+        packed, _ = mxfp4_of(tensors.pop(name))
+        tensors |= {f"{name}_{end}": part.contiguous() for end, part in packed.items()}
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
@@ -189,11 +190,8 @@ def save_openvino(folder: Path) -> None:
         half.rename(target)
 
 
-GGUF_ARCHITECTURES = {
-    "qwen3_5_text": "qwen35",
-    "qwen3_moe": "qwen3moe",
-    "gpt_oss": "gpt-oss",
-}  # where it is not the model type
+# where it is not the model type
+GGUF_ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 # checkpoint module → GGUF tensor; {} is the layer
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",

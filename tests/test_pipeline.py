@@ -137,10 +137,11 @@ def test_each_stage_reads_its_own_part_of_an_adapter(model: Path, tmp_path: Path
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 @pytest.mark.parametrize("way", ["int8", "awq", "experts", "embeddings"])
 def test_quantized_weights_and_prompts_that_are_embeddings(model: Path, tmp_path: Path, way: str) -> None:
-    path = {
-        "awq": lambda: make_awq(tmp_path)[0],
-        "experts": lambda: make_awq(tmp_path, "qwen3_moe", ["gate.weight"], {"moe_intermediate_size": 64})[0],
-    }.get(way, lambda: model)()
+    path = model
+    if way == "awq":
+        path = make_awq(tmp_path)[0]
+    elif way == "experts":
+        path = make_awq(tmp_path, "qwen3_moe", ["gate.weight"], {"moe_intermediate_size": 64})[0]
     fields: dict[str, Any] = {"quantization": "int8"} if way == "int8" else {"dtype": "float32"}
     prompts: list[Any] = [{"prompt_token_ids": PROMPT[number:]} for number in range(4)]
     if way == "embeddings":

@@ -246,9 +246,7 @@ def test_weights_of_gptq_that_kernels_do_not_take_are_plain() -> None:
     tensors, values = gptq_of(weight, bits=8, symmetric=False)
     assert torch.equal(plain(Gptq(8, 1), tensors), values), "zeros of 8 bits that are not in the middle"
     tensors, values = gptq_of(weight, symmetric=False)
-    order = torch.randperm(
-        64, generator=torch.Generator().manual_seed(0)
-    )  # of inputs, whose integers keep their groups
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))  # of inputs; each keeps its group
     numbers = unpack(tensors["qweight"].T.contiguous(), 4)[:, order]
     turned = {"qweight": pack_in_order(numbers, 4).T.contiguous(), "g_idx": tensors["g_idx"][order]}
     assert torch.equal(plain(Gptq(4, 1), {**tensors, **turned}), values[:, order]), "act-order"

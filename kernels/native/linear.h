@@ -547,8 +547,8 @@ constexpr uint8_t TWICE_FP4[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9
 //   8 bits  [group/4][32][4] uint8, then scales [32] fp16
 //   4 bits  [group/8][32][4] uint8: the low halves are 4 values of K, the high halves the next 4;
 //           then scales [32] and zeros [32], fp16
-// FP4: the 4 bits of q are a float of one sign bit, two of exponent and one of mantissa (MXFP4). They stand for
-// `TWICE_FP4`, whole numbers too: twice the float, and 12, the zero.
+// FP4 (MXFP4): the 4 bits of q are a float of one sign bit, two bits of exponent and one of mantissa. `TWICE_FP4` has a
+// whole number for each, by which x is multiplied: twice the float, plus 12. The zero is 12.
 template <int BITS, bool FP4 = false>
 struct Quantized {
     static_assert(BITS == 8 || BITS == 4, "8 or 4 bits");
@@ -565,7 +565,7 @@ struct Quantized {
     static constexpr int ALONE = 4096;
     static constexpr int X_BYTES = BITS == 8 && !AT_ONCE ? 2 : 1;  // of a value of packed x
     static constexpr int K_PER_STEP = 32 / BITS, X_WORDS = K_PER_STEP * X_BYTES / 4, STEP_BYTES = 4 * PANEL;
-    static constexpr int TURN = FP4 && !AT_ONCE ? 2 : 4;  // steps that are done together: so many sums of 4-bit products fit in int16
+    static constexpr int TURN = FP4 && !AT_ONCE ? 2 : 4;  // steps done together: so many sums of products fit in int16
 
     const char* data;  // as `quantize_weight` or `pack_quantized` left it
     int N, K, group;   // group: a multiple of 32
@@ -770,8 +770,7 @@ struct Quantized {
 };
 
 // q [N, K], scales and zeros [N, groups] → packed, `Quantized<BITS>::bytes()` long. zeros may be null for 8 bits; of FP4
-// all are 12, and scales are half of what the floats are multiplied by. Panels
-// are shared out between threads.
+// all are 12, and scales are half of what the floats are multiplied by. Panels are shared out between threads.
 template <int BITS>
 void pack_quantized(const uint8_t* q, const float* scales, const float* zeros, int N, int K, int group, char* packed,
                     int thread = 0, int num_threads = 1) {

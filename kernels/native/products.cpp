@@ -24,7 +24,7 @@ void multiply_typed(const Product& p, const Typed& weight, void* workspace, Team
                    [&] { return team.take(); });
         };
         const auto with_gate = [&](auto act) {
-            // Of FP4 rows are never interleaved, and to compile this for it would take time at the first start.
+            // Rows of FP4 are never interleaved. Compiling this for them would make the first start longer.
             if constexpr (!std::is_same<Typed, Quantized<4, true>>::value) with(Gated<decltype(act), T>{y, p.y_stride, bias});
         };
         if (!p.gated)

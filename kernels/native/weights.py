@@ -146,7 +146,7 @@ def pack_quantized(
 
 
 def _fits_fp4(weight: QuantizedWeight) -> bool:
-    """Whether its codebook is `FP4`, and half of each scale fits in fp16; that of nothing but zeros may be any."""
+    """Whether its codebook is `FP4`, and half of each scale fits in fp16. A group of zeros may have any scale."""
     if weight.codebook is None or not torch.equal(weight.codebook, torch.tensor(FP4)):
         return False
     halves = weight.scales / 2

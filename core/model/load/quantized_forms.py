@@ -115,9 +115,9 @@ class IntegerForm(Form):
 
     def read(self, parts: Parts) -> QuantizedWeight:
         scales, zeros, _ = self.groups(parts)
-        times = self.inputs(parts) // scales.shape[1] // LONGEST  # into groups that kernels take well
-        if times and scales.shape[1] * times * LONGEST == self.inputs(parts):
-            scales, zeros = (x.repeat_interleave(times, dim=1) for x in (scales, zeros))
+        group = self.inputs(parts) // scales.shape[1]
+        if group % LONGEST == 0:  # divide it into groups that kernels take well
+            scales, zeros = (x.repeat_interleave(group // LONGEST, dim=1) for x in (scales, zeros))
         return QuantizedWeight(self.numbers(parts), scales, zeros if self.bits_of(parts) == 4 else None)
 
     def plain(self, parts: Parts) -> torch.Tensor:
