@@ -12,7 +12,8 @@ the package are the same. Other engines run in the environments of `peers.py`, o
 `make_models.py --forms`.
 
 Memory is the peak resident memory of the core process (VmHWM, which includes shared memory, libraries and mapped
-files), minus the weights in the checkpoint's format and minus the KV cache, in which every block was used.
+files), minus the weights in the checkpoint's format and minus the KV cache, in which every block was used. A quantized
+checkpoint is also resident as a mapped file while it is read, so of one it is the peak of private memory (RssAnon).
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -56,8 +59,8 @@ NAMES = {"openvino": "OpenVINO", "vllm": "vLLM", "llamacpp": "llama.cpp"}
 MORE_THAN_OPENVINO = {("avx512", "batch-110m"): 1.4, ("avx512", "batch-0.6b"): 1.4}  # by level; 1.25 for others
 OF_LIMIT = {"batch-110m": 0.6, "batch-0.6b": 0.7, "single-110m": 0.9, "single-0.6b": 0.9}
 MB = 1e6
-KV_BYTES = {"llama-110m": 256 << 20, "qwen3-0.6b": 512 << 20}  # smaller than the batches need
-MEMORY = (("llama-110m",), ("qwen3-0.6b",), ("qwen3-0.6b", "int8"), ("qwen3-0.6b", "int4"))
+# smaller than the batches need
+KV_BYTES = {"llama-110m": 256 << 20, "qwen3-0.6b": 512 << 20, "gpt-oss-0.7b-mxfp4": 32 << 20}
 START = """
 import sys
 from mainspring import LLM, SamplingParams
@@ -184,6 +187,7 @@ class Memory(NamedTuple):
     """Bytes."""
 
     peak: float  # peak resident memory
+    private: float  # peak of what is neither shared nor of a file
     settled: float  # resident at the end
     files: float  # of that, libraries and mapped files
     weights: float  # size of the weights in the checkpoint
@@ -200,6 +204,16 @@ def memory(model: str, quantization: str | None) -> Memory:
     asked = [ask for seed in (1, 2) for ask in asks(workload, vocab, seed)]
     options = {"quantization": quantization} if quantization else {}
     kv = KV_BYTES[model]
+    seen: dict[int, list[float]] = {}  # of each child, what is private now and then
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.02):
+            for each in psutil.Process().children():
+                with suppress(OSError, IndexError):  # it has ended
+                    seen.setdefault(each.pid, []).append(of_status(each.pid, "RssAnon")[0])
+
+    threading.Thread(target=watch, daemon=True).start()
     with LLM(
         model=str(MODELS / model), skip_tokenizer_init=True, max_model_len=1_024, kv_cache_memory_bytes=kv, **options
     ) as llm:
@@ -208,24 +222,32 @@ def memory(model: str, quantization: str | None) -> Memory:
         )
         params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
         llm.generate([{"prompt_token_ids": ask.prompt} for ask in asked], params, use_tqdm=False)
-        status = Path(f"/proc/{core.pid}/status").read_text()
-    keys = ("VmHWM", "VmRSS", "RssFile")
-    peak, settled, files = (1024.0 * int(re.findall(rf"{key}:\s+(\d+) kB", status)[0]) for key in keys)
+        peak, settled, files = of_status(core.pid, "VmHWM", "VmRSS", "RssFile")
+        ended.set()
     weights = sum(file.stat().st_size for file in (MODELS / model).glob("*.safetensors"))
-    return Memory(peak, settled, files, weights, kv)
+    return Memory(peak, max(seen[core.pid]), settled, files, weights, kv)
+
+
+def of_status(pid: int, *keys: str) -> list[float]:
+    """Bytes by these names of a process' status."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return [1024.0 * int(re.findall(rf"{key}:\s+(\d+) kB", status)[0]) for key in keys]
 
 
 def memory_bars(log: Log, model: str, quantization: str | None = None) -> list[Bar]:
     found = Memory(*log.once(f"memory of {model}, {quantization}", lambda: memory(model, quantization)))
-    over = found.peak - found.weights - found.kv
+    by_private = model.endswith("mxfp4")
+    over = (found.private if by_private else found.peak) - found.weights - found.kv
     text = (
-        f"{found.peak / MB:,.0f} MB at most, {found.settled / MB:,.0f} at the end: KV {found.kv / MB:,.0f}, libraries "
+        f"{found.peak / MB:,.0f} MB at most (private {found.private / MB:,.0f}), {found.settled / MB:,.0f} at the end: "
+        f"KV {found.kv / MB:,.0f}, libraries "
         f"and files {found.files / MB:,.0f}"
     )
     if quantization:
         return [Bar(f"{model} in {quantization}: memory", text, None)]
     text = f"{over / MB:,.0f} MB: {text}, weights {found.weights / MB:,.0f}"
-    return [Bar(f"{model}: memory beside weights and KV (400 MB)", text, over < 400 * MB)]
+    kind = "private memory" if by_private else "memory"
+    return [Bar(f"{model}: {kind} beside weights and KV (400 MB)", text, over < 400 * MB)]
 
 
 # ---------------------------------------------------------------------- other programs

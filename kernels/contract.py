@@ -19,7 +19,7 @@ on nothing else: not on the other rows, and not on how a prompt was cut into chu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         LayerTensors,
         Linear,
         Norm,
+        PackedWeight,
         QuantizedWeight,
         RecurrenceTensors,
         Routing,
@@ -331,6 +332,7 @@ class Backend(Protocol):
     graph_max_kv_len: int | None  # tokens of the longest request in a step with `graph`; None: any; 0: no graphs
     heads_first: bool  # a block holds one head after the other, of each the keys and then the values
     scans: Scans
+    packs_integers: bool = False  # of quantized checkpoints; else these are loaded as plain ones
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         """The reason why this backend does not serve such attention with queries of `dtype` and a cache of `kv_dtype`,
@@ -467,15 +469,18 @@ class Backend(Protocol):
         norm: Norm,
         head: Linear,
         bits: int | None = None,
-        quantized: Mapping[int, QuantizedWeight] | None = None,
     ) -> Decoder | None:
         """Layers with gated MLPs, the final norm and the output layer as one object; None: this backend runs a model
         layer by layer. The decoder takes the memory of the linear layers' weights: the tensors are empty afterwards.
 
-        bits: 8, 4, `NF4` or `INT8_ROWS`: quantize the weights. quantized: weights that are quantized already, by the
-        ``id`` of the tensor that holds their values.
+        bits: 8, 4, `NF4` or `INT8_ROWS`: quantize the weights. A `QuantizedTensor` keeps its integers.
         """
         return None
+
+    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+        """A weight ``[out, in]`` in the form in which a decoder reads it, for rows of this dtype. Raises ValueError
+        for groups that kernels don't take, and unless the backend `packs_integers`."""
+        raise ValueError(f"the {self.name} backend packs no integers")
 
     def mask(
         self,

@@ -157,7 +157,7 @@ rounded, too."""
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight ``[out, in]`` as integers, or those of experts, stacked. Neighbours along ``in`` form groups, and
+    """A weight ``[out, in]`` as integers. Neighbours along ``in`` form groups, and
     a value is ``scale * (number - zero)`` with the scale and the zero of its group, or ``scale * codebook[number]``.
     Numbers have 4 bits, or 8 where there are neither zeros nor a codebook: the zero is then 128."""
 
@@ -166,10 +166,14 @@ class QuantizedWeight(NamedTuple):
     zeros: torch.Tensor | None  # fp32 [out, groups]
     codebook: torch.Tensor | None = None  # fp32 [16]
 
-    def expert(self, i: int) -> QuantizedWeight:
-        """One of several."""
-        zeros = None if self.zeros is None else self.zeros[i]
-        return QuantizedWeight(self.numbers[i], self.scales[i], zeros, self.codebook)
+    def values(self) -> torch.Tensor:
+        """fp32 ``[out, in]``: what the integers stand for."""
+        grouped = self.numbers.view(*self.scales.shape, -1)
+        if self.codebook is not None:
+            found = self.codebook[grouped.int()]
+        else:
+            found = grouped.float().sub_(128 if self.zeros is None else self.zeros[..., None])
+        return found.mul_(self.scales[..., None]).flatten(-2)
 
 
 class PackedWeight(Protocol):

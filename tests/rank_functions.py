@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from mainspring.benchmarks.architectures import MAX_TOKENS, drive
+from mainspring.core.model.learn.verify import final_logits
+from mainspring.core.model.learn.whole_match import make_whole
 from mainspring.core.model.load import sliced_reading
 from mainspring.core.model.load.loader import load_model
 from mainspring.core.parallel import twin
@@ -68,6 +70,16 @@ def generate(group: Any, path: str, kernels: str = "reference", **how: Any) -> t
     names = list(model.parameters.names())
     held = sum(model.parameters.shape(name).numel() for name in names)
     return tokens, held / sum(model.parameters.whole_shape(name).numel() for name in names), model.notes[0]
+
+
+def quantized(group: Any, path: str) -> tuple[list[list[float]], list[int]]:
+    """Logits, and the kinds of the weights that this rank holds."""
+    torch.set_num_threads(1)
+    backend: Any = ParallelBackend(NativeBackend(), group)
+    model = load_model(ModelConfig(model=path, dtype="float32"), LoadConfig(), CPU, None, backend)
+    make_whole(model, backend)
+    weights: Any = model.whole.decoder.weights  # type: ignore[union-attr]
+    return final_logits(model, backend).tolist(), sorted(weight.kind for weight in weights.values())
 
 
 def whole_experts(group: RankGroup, path: str) -> Any:

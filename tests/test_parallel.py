@@ -11,16 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from mainspring.benchmarks.architectures import MAX_TOKENS
-from mainspring.core.model.load.quantized import CutWeights
-from mainspring.core.model.load.quantized_forms import values_of
 from mainspring.core.parallel.cuts import Cut, sharding_of
 from mainspring.core.parallel.group import OneRank, added
 from mainspring.core.parallel.parallel_backend import ParallelBackend
 from mainspring.core.parallel.plans import plans_of
-from mainspring.ipc.errors import UnsupportedModelError
-from mainspring.kernels.decoder_contract import QuantizedWeight
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from native_here import why_not
+from quantized_folders import make_awq
 from rank_functions import (
     PROMPTS,
     dummy,
@@ -28,6 +25,7 @@ from rank_functions import (
     generate,
     in_parts,
     library_sums,
+    quantized,
     read_bytes,
     set_rows,
     sums,
@@ -208,6 +206,17 @@ def test_native_kernels_with_packed_weights(two: RankPool, tmp_path: Path, name:
     assert [tokens for tokens, _, _ in found] == [alone(path)] * 2
 
 
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_ranks_hold_parts_of_quantized_weights(two: RankPool, tmp_path: Path) -> None:
+    path = str(make_awq(tmp_path, fields={"intermediate_size": 128})[0])
+    (first, kinds), (second, others) = two.run(quantized, path)
+    one, of_one = quantized(OneRank(), path)
+    assert kinds == others == of_one
+    assert kinds.count(4) == 2 * 4
+    assert first == second
+    torch.testing.assert_close(torch.tensor(first), torch.tensor(one), atol=0.02, rtol=0.02)
+
+
 def test_rows_of_a_whole_parameter_are_set_where_they_are_held(two: RankPool, tmp_path: Path) -> None:
     found = two.run(set_rows, str(tiny.make("llama", tmp_path)))
     assert found == [[float(x) for x in range(48)], [float(x) for x in range(48, 96)]]
@@ -222,21 +231,3 @@ def test_a_wrong_plan_is_not_used(two: RankPool, tmp_path: Path) -> None:
         assert "no plan for 2 ranks gives the model's own logits" in text
         assert "nothing is cut in the layers" in text
     assert two.run(with_wrong_plans, path, True) == ["one of 2 ranks, by transformers' plan"] * 2
-
-
-# ------------------------------------------------------------------ quantized weights
-
-
-@pytest.mark.parametrize("edge", [128, 64])
-def test_a_cut_weight_stands_for_the_values_of_the_whole_one(edge: int) -> None:
-    """Also if a group of inputs is divided."""
-    torch.manual_seed(0)
-    numbers = torch.randint(0, 16, (24, 384), dtype=torch.uint8)
-    scales, zeros = torch.rand(24, 3), torch.randint(0, 16, (24, 3)).float()
-    weights = {"w": QuantizedWeight(numbers, scales, zeros)}
-    plain = values_of(weights["w"])
-    inputs, outputs = Cut(1, ((edge, edge + 192),), 384), Cut(0, ((0, 6), (12, 18)), 24)
-    assert torch.equal(values_of(CutWeights(weights, {"w": inputs})["w"]), inputs.of(plain))
-    assert torch.equal(values_of(CutWeights(weights, {"w": outputs})["w"]), outputs.of(plain))
-    with pytest.raises(UnsupportedModelError, match="groups of 8 inputs"):
-        CutWeights(weights, {"w": Cut(1, ((0, 200),), 384)})["w"]

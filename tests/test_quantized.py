@@ -18,7 +18,7 @@ import tiny
 from mainspring.core.model.learn.verify import paged_logits, random_sequences, schedule
 from mainspring.core.model.learn.whole_match import make_whole
 from mainspring.core.model.load.loader import load_model
-from mainspring.core.model.load.quantized import BITS, EXPANDED, PackedWeights
+from mainspring.core.model.load.quantized import BITS, EXPANDED, PackedWeights, has_integers
 from mainspring.core.model.load.quantized_forms import (
     AWQ_COLUMNS,
     Awq,
@@ -28,7 +28,6 @@ from mainspring.core.model.load.quantized_forms import (
     Gptq,
     Mxfp4,
     unpack,
-    values_of,
 )
 from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.ipc.config import LoadConfig, ModelConfig
@@ -38,6 +37,7 @@ from mainspring.kernels.decoder_contract import FP4, NF4, QuantizedWeight
 from mainspring.kernels.native import build as native_build
 from mainspring.kernels.native.native_backend import NativeBackend
 from mainspring.kernels.native.weights import FP4_KIND, PackedExperts, PanelWeight, pack_quantized
+from mainspring.kernels.quantized_tensor import QuantizedTensor
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from native_here import why_not
 from quantized_folders import (
@@ -95,6 +95,26 @@ def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
     return float(((got - want).square().mean(-1).sqrt() / want.std()).median())
 
 
+def read(weights: PackedWeights, name: str) -> QuantizedWeight:
+    return weights.tensor(name, exactly).matrices[0].read()
+
+
+class exactly:  # stands for a function
+    """A packed weight that is not packed."""
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        self._values = weight.values().to(dtype)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._values[ids]
+
+    def unpack(self) -> torch.Tensor:
+        return self._values
+
+    def replace(self, weight: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
 # ------------------------------------------------------------------ AWQ
 
 
@@ -112,7 +132,7 @@ def test_numbers_scales_and_zeros_are_read_as_they_are(group: int) -> None:
     weights = PackedWeights(named, Awq())
     assert list(weights) == ["a.b.weight"]
     assert torch.equal(weights.plain("a.b.weight"), values)
-    numbers, scales, zeros, _ = weights["a.b.weight"]
+    numbers, scales, zeros, _ = read(weights, "a.b.weight")
     assert zeros is not None
     assert scales.shape == zeros.shape == (16, 384 // min(group, 128)), "inputs are rounded in groups of 128 at most"
     wide = (numbers.view(16, -1, min(group, 128)) - zeros[..., None]) * scales[..., None]
@@ -123,8 +143,9 @@ def test_an_awq_checkpoint_is_built_as_the_plain_model_that_it_stands_for(tmp_pa
     path, plain, values = make_awq(tmp_path)
     (path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     backend = ReferenceBackend()
-    backend.name = "native"
+    backend.pack, backend.packs_integers = exactly, True  # type: ignore[method-assign]
     model = load_model(ModelConfig(model=str(path)), LoadConfig(), CPU, backend=backend)
+    assert has_integers(model.model)
     assert model.dtype == torch.float16
     assert model.eos_token_ids == (7, 9)
     for name, value in values.items():
@@ -168,20 +189,20 @@ def test_a_joined_weight_of_which_a_part_is_plain_stays_plain(native: NativeBack
 @needs_native
 def test_weights_that_the_model_lacks_are_left_out(native: NativeBackend, tmp_path: Path) -> None:
     """As plain ones are. Checkpoints bring layers that guess tokens."""
-    path, plain, values = make_awq(tmp_path)
+    path, plain, _ = make_awq(tmp_path)
     tensors = load_file(path / "model.safetensors")
     more = {name.replace("layers.1.", "layers.2."): x.clone() for name, x in tensors.items() if "layers.1." in name}
     save_file(tensors | more, path / "model.safetensors", metadata={"format": "pt"})
     model = load(path, native)
-    assert model.quantized is not None
-    assert set(model.quantized) == set(values)
+    kinds = [weight.kind for weight in model.whole.decoder.weights.values()]  # type: ignore[union-attr]
+    assert kinds.count(4) == 2 * 4
     assert error_of(logits_of(model, native), logits_of(load(plain, native), native)) < 0.05
 
 
 def test_tensors_that_do_not_fit_together_are_named() -> None:
     tensors, values = awq_of(torch.randn(8, 64), 16)
     weights = PackedWeights({f"a.{kind}": tensor for kind, tensor in tensors.items()}, Awq())
-    assert not weights, "groups of 16 are too short for kernels"
+    assert not weights.has_numbers("a.weight"), "groups of 16 are too short for kernels"
     assert torch.equal(weights.plain("a.weight"), values)
     for end, wrong in (("scales", torch.ones(3, 8)), ("qzeros", torch.ones(4, 2).int())):
         with pytest.raises(UnsupportedModelError, match=r"'a' has a qweight, qzeros and scales of \["):
@@ -216,7 +237,7 @@ def test_a_weight_of_gptq_is_its_scale_times_the_number_less_its_zero(
         assert float(values[out, i]) == pytest.approx(value, rel=1e-3)
     if bits == 4 and stored_less:
         tensors["qzeros"][:] = -1  # a zero of 16
-        grouped = (weights["a.weight"].numbers.view(16, -1, group).float() - 16) * tensors["scales"].T[..., None]
+        grouped = (read(weights, "a.weight").numbers.view(16, -1, group).float() - 16) * tensors["scales"].T[..., None]
         assert torch.equal(weights.plain("a.weight"), grouped.flatten(1).half())
 
 
@@ -239,7 +260,7 @@ def test_a_gptq_checkpoint_runs_with_its_own_numbers(
 def test_weights_of_gptq_that_kernels_do_not_take_are_plain() -> None:
     def plain(form: Gptq, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         weights = PackedWeights({f"a.{end}": tensor for end, tensor in tensors.items()}, form)
-        assert not weights
+        assert not weights.has_numbers("a.weight")
         return weights.plain("a.weight")
 
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
@@ -270,7 +291,7 @@ def test_a_weight_of_bitsandbytes_is_its_code_times_the_scale_of_its_block(
     assert "b.weight" not in weights.sources
     torch.testing.assert_close(weights.plain("a.weight"), values, rtol=1e-3, atol=0)
     group = math.gcd(shape[1], block)
-    assert weights["a.weight"].scales.shape == (shape[0], shape[1] // group)
+    assert read(weights, "a.weight").scales.shape == (shape[0], shape[1] // group)
 
 
 @needs_native
@@ -330,7 +351,7 @@ def test_a_weight_of_mxfp4_is_a_small_float_times_a_power_of_two() -> None:
     weights = PackedWeights({f"a.up_{end}": tensor for end, tensor in tensors.items()}, Mxfp4())
     assert list(weights) == ["a.up"]
     assert torch.equal(weights.plain("a.up"), values.bfloat16())
-    assert torch.equal(values_of(weights["a.up"]).transpose(1, 2), values)
+    assert torch.equal(weights.tensor("a.up", exactly).values(), values.bfloat16())
     for expert, i, out in [(0, 0, 0), (1, 33, 5), (2, 63, 23)]:  # one by one, from the bits of the file
         byte = int(tensors["blocks"][expert, out, i // 32, i % 32 // 2])
         sign, exponent, mantissa = (bits := byte >> 4 * (i % 2) & 15) >> 3, bits >> 1 & 3, bits & 1
@@ -365,7 +386,7 @@ def test_scales_of_mxfp4_that_fp16_has_not_are_kept_in_fp32() -> None:
         weight = QuantizedWeight(numbers, scales, None, torch.tensor(FP4))
         packed = pack_quantized(library, weight, torch.float32)
         assert packed.kind == kind
-        assert torch.equal(packed.unpack(), values_of(weight))
+        assert torch.equal(packed.unpack(), weight.values())
 
 
 # ------------------------------------------------------------------ FP8
@@ -377,7 +398,7 @@ def test_a_weight_of_fp8_is_its_number_times_the_scale_of_its_block(block: tuple
     tensors, values = fp8_of(weight, block)
     named = {f"a.{end}": tensor for end, tensor in tensors.items()} | {"a.activation_scale": torch.ones(())}
     weights = PackedWeights(named, Fp8(block or (128, 128)))
-    assert not weights, "kernels do not take FP8"
+    assert not weights.has_numbers("a.weight"), "kernels do not take FP8"
     assert weights.sources == set(named)
     assert torch.equal(weights.plain("a.weight").half(), values)
     whole = {"a.weight": tensors["weight"], "a.weight_scale_inv": torch.tensor(0.5)}
@@ -415,10 +436,11 @@ def test_a_weight_of_compressed_tensors_is_its_scale_times_its_integer(
     weights = PackedWeights(named, CompressedTensors((128, 128)))
     assert weights.sources == set(named)
     assert torch.equal(weights.plain("a.weight"), values)
-    assert weights["a.weight"].scales.shape[1] == 384 // min(group or 384, 128)
+    assert read(weights, "a.weight").scales.shape[1] == 384 // min(group or 384, 128)
     others = {**named, "a.weight_scale": torch.ones(16, 24)}
     others.pop("a.weight_zero_point", None)
-    assert not PackedWeights(others, CompressedTensors((128, 128))), "groups of 16 are too short for kernels"
+    short = PackedWeights(others, CompressedTensors((128, 128)))
+    assert not short.has_numbers("a.weight"), "groups of 16 are too short for kernels"
     with pytest.raises(UnsupportedModelError, match=r"'a' has integers of . bits \[16, 384\] and scales of \[16, 25\]"):
         PackedWeights({**named, "a.weight_scale": torch.ones(16, 25)}, CompressedTensors((128, 128)))
     if group == 32 and symmetric:
@@ -442,6 +464,23 @@ def test_a_checkpoint_of_compressed_tensors_runs_with_its_own_numbers(
     for name, value in values.items():
         torch.testing.assert_close(model.parameters.get(name).half(), value, rtol=1e-3, atol=0)
     assert error_of(logits_of(model, native), logits_of(exact, native)) < 0.05, "inputs are rounded to 8 bits"
+
+
+@needs_native
+def test_quantized_weights_outside_of_the_layers_are_expanded(native: NativeBackend, tmp_path: Path) -> None:
+    path, plain, _ = make_quantized(tmp_path, compressed_of, COMPRESSED)
+    name = "model.embed_tokens.weight"
+    for folder in (path, plain):
+        tensors = load_file(folder / "model.safetensors")
+        layer, value = compressed_of(tensors.pop(name))
+        parts = {f"{name.removesuffix('weight')}{end}": part for end, part in layer.items()}
+        more = {name: value} if folder == plain else parts
+        save_file({**tensors, **more}, folder / "model.safetensors", metadata={"format": "pt"})
+    model, exact = load(path, native), load(plain, native, dtype="float32")
+    assert torch.equal(model.parameters.get(name), exact.parameters.get(name).half())
+    left = [x for x in model.model.parameters() if isinstance(x, QuantizedTensor) and x.matrices]
+    assert not left
+    assert error_of(logits_of(model, native), logits_of(exact, native)) < 0.05
 
 
 @needs_native
@@ -535,7 +574,7 @@ def test_what_does_not_run_as_a_whole_computes_with_plain_weights_and_says_so(
     with caplog.at_level(logging.WARNING):
         model = load(path, backend)
     assert EXPANDED in caplog.text
-    assert model.quantized is None
+    assert not model.is_quantized
     assert torch.equal(logits_of(model, backend), logits_of(load(plain, backend), backend))
 
 

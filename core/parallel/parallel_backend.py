@@ -52,11 +52,12 @@ class ParallelBackend:
         self.summed, self.gathered, self.output, self._held, self.pieces = {}, set(), None, [], {}
 
     def move(self, weights: Mapping[int, torch.Tensor]) -> None:
-        """Other tensors have taken the places of the weights: `weights` has the new tensor by the `id` of the old."""
-        self.summed = {id(weights[key]): whole_input for key, whole_input in self.summed.items()}
-        self.gathered = {id(weights[key]) for key in self.gathered}
-        self.output = None if self.output is None else id(weights[self.output])
-        self._held = [*weights.values()]
+        """Other tensors have taken the places of weights: `weights` has the new tensor by the `id` of the old."""
+        ids = {key: id(tensor) for key, tensor in weights.items()}
+        self.summed = {ids.get(key, key): whole_input for key, whole_input in self.summed.items()}
+        self.gathered = {ids.get(key, key) for key in self.gathered}
+        self.output = None if self.output is None else ids.get(self.output, self.output)
+        self._held = [weights.get(id(tensor), tensor) for tensor in self._held]
 
     def add_up(self, weight: torch.Tensor, whole_input: bool) -> None:
         """Products of this weight are partial sums from now on. whole_input: its rows come with all columns, of which

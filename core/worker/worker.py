@@ -326,13 +326,12 @@ def load_paged(
         stages,
     )
     weights = fingerprint({name: model.parameters.get(name) for name in model.parameters.names()})
-    bits = BITS.get(wanted.quantization or "") if model.quantized is None else None
-    model.is_quantized = bits is not None or model.quantized is not None
+    bits = None if model.is_quantized else BITS.get(wanted.quantization or "")
+    model.is_quantized = model.is_quantized or bits is not None
     try:
         if model.is_quantized or not layered:
             with nullcontext() if stages is None else stages.silence():
                 make_whole(model, backend, bits)
-        model.is_quantized = bits is not None or model.quantized is not None
         sound = kept is None or not kept.can_keep or _confirmed(model, backend, kept)
     except Exception:
         if model.own is None:
@@ -343,7 +342,7 @@ def load_paged(
         thorough = model.own is not None
         del model
         return load_paged(config, wanted, device, backend, decisions, offload, thorough=thorough)
-    model.quantized = model.verified = model.own = None
+    model.verified = model.own = None
     return model, weights
 
 
@@ -428,12 +427,6 @@ def row_errors(plan: StepPlan, errors: Mapping[int, Exception]) -> list[RowError
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
     """All parameters and buffers of a module."""
     return [*module.parameters(), *module.buffers()]
-
-
-def empty(tensors: Sequence[torch.Tensor]) -> None:
-    """Free the memory of `tensors`. The tensor objects stay, so that the weights can be set again."""
-    for tensor in tensors:
-        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,8 @@ from ..decoder_contract import (
     Mixture,
     Norm,
     PackedWeight,
-    QuantizedWeight,
 )
+from ..quantized_tensor import Leaf, Matrix, QuantizedTensor, empty
 from ..reference.reference_backend import ReferenceBackend
 from .choice import NO_TENSOR, NOT_SCORED, choice_words, scoring
 from .mixer import NO_MIXER, NO_NORM, Form, in_fp32, mixer_words, norm_words
@@ -60,10 +60,8 @@ class NativeDecoder:
         norm: Norm,
         head: Linear,
         bits: int | None = None,
-        quantized: Mapping[int, QuantizedWeight] | None = None,
     ) -> None:
-        """bits: 8, 4, `NF4` or `INT8_ROWS`, of weights that are to be quantized; None: they stay as they are.
-        quantized: weights that are, by the ``id`` of the tensor that stands for them."""
+        """bits: 8, 4, `NF4` or `INT8_ROWS`, of weights that are to be quantized; None: they stay as they are."""
         self._library = library
         for name in ("new", "forget", "bind", "bind_states", "run", "repeat", "phases"):
             getattr(library, f"mainspring_decoder_{name}").argtypes = [ctypes.c_void_p, ctypes.c_char_p]
@@ -75,12 +73,11 @@ class NativeDecoder:
         self._run = library.mainspring_decoder_run
         self._held: list[Any] = [norm]  # what C++ has addresses of
         self.weights: dict[int, PanelWeight | PackedExperts | _InterleavedBias | _Copy] = {}
-        self._bits, self._quantized = bits, quantized or {}
+        self._bits = bits
         self._dtype, self._vocab = head.weight.dtype, head.weight.shape[0]
         packed = [self._layer(layer) for layer in layers]
         words = _DECODER.pack(DTYPES[self._dtype], len(norm.weight), len(layers)) + self._norm(norm)
         words += self._linear(head, None if bits in (None, NF4) else _HEAD_BITS) + b"".join(packed)
-        del self._quantized
         give_back_rest()
         self._handle = library.mainspring_decoder_new(words)
 
@@ -263,16 +260,13 @@ class NativeDecoder:
         )  # fmt: skip
 
     def _experts(self, weight: torch.Tensor, gated: bool, transposed: bool) -> list[PanelWeight]:
-        panels, given = [], self._quantized.get(id(weight))
-        for i, each in enumerate(weight.detach()):
-            if given is not None:
-                panels.append(pack_quantized(self._library, given.expert(i), weight.dtype, gated))
-                host_memory.give_back(each.T if transposed else each)
-                continue
-            laid = each.T.contiguous() if transposed else each  # no copy: fusing has turned it
-            panels.append(pack(self._library, laid, gated, release=True, bits=self._bits))
+        if isinstance(weight, QuantizedTensor) and weight.turned == transposed:
+            panels = [self._pack_quantized(matrix, weight.dtype, gated) for matrix in weight.matrices]
+        else:  # no copy where they are transposed: fusing has turned them
+            laid = (each.T.contiguous() if transposed else each for each in _plain(weight))
+            panels = [pack(self._library, each, gated, release=True, bits=self._bits) for each in laid]
         self.weights[id(weight)] = PackedExperts(panels, transposed)
-        weight.data = torch.empty(0, dtype=weight.dtype)
+        empty(weight)
         return panels
 
     def _hold(self, tensor: torch.Tensor, form: Form) -> torch.Tensor:
@@ -290,7 +284,7 @@ class NativeDecoder:
         packed = self.weights.get(id(weight))
         if not isinstance(packed, PanelWeight):
             packed = self.weights[id(weight)] = self._pack(weight, bits, gated)
-            weight.data = torch.empty(0, dtype=weight.dtype)
+            empty(weight)
         if bias is not None and gated:
             copy = self.weights[id(bias)] = _InterleavedBias(bias)
             bias = copy.memory
@@ -298,11 +292,23 @@ class NativeDecoder:
         return _LINEAR.pack(*packed.words(), 0 if bias is None else bias.data_ptr())
 
     def _pack(self, weight: torch.Tensor, bits: int | None, gated: bool) -> PanelWeight:
-        given = self._quantized.get(id(weight))
-        if given is not None:
-            host_memory.give_back(weight)
-            return pack_quantized(self._library, given, weight.dtype, gated)
-        return pack(self._library, weight, gated, release=True, bits=bits)
+        if isinstance(weight, QuantizedTensor) and not weight.turned:
+            return self._pack_quantized(weight.matrices[0], weight.dtype, gated)
+        return pack(self._library, _plain(weight), gated, release=True, bits=bits)
+
+    def _pack_quantized(self, matrix: Matrix, dtype: torch.dtype, gated: bool) -> PanelWeight:
+        if isinstance(matrix, Leaf) and not gated:
+            packed = matrix.packed(dtype)
+            assert isinstance(packed, PanelWeight)
+        else:
+            packed = pack_quantized(self._library, matrix.read(), dtype, gated)
+        for leaf in matrix.leaves():
+            leaf.forget()
+        return packed
+
+
+def _plain(weight: torch.Tensor) -> torch.Tensor:
+    return weight.values() if isinstance(weight, QuantizedTensor) else weight.detach()
 
 
 def _packed(weight: PackedWeight) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ call. A call takes one or two microseconds and releases the GIL.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,13 +15,14 @@ import torch.nn.functional as F
 
 from ..contract import AttentionSpec, Backend, Choice, LayerCache, PagedBatch, RowScores, SlopeBias, TableBias
 from ..decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
+from ..quantized_tensor import QuantizedTensor
 from ..reference.reference_backend import ReferenceBackend
 from .build import function, load
 from .choice import choice_words, scoring
 from .decoder import ACTIVATIONS, DTYPES, NativeDecoder, cache_view
 from .native_scans import NativeScans
 from .weights import DTYPES as PLAIN
-from .weights import linear, readable
+from .weights import PanelWeight, linear, pack_quantized, readable
 
 _NO_HEADS = (0, 0, 0, 0)
 _NO_CACHE = (0,) * 11
@@ -50,6 +51,7 @@ class NativeBackend(Backend):
     deterministic = True
     graph_max_kv_len: int | None = 0
     heads_first = True
+    packs_integers = True
 
     def __init__(self, level: str | None = None) -> None:
         """`level` names an instruction set of build.py; None: the best one of this processor."""
@@ -176,6 +178,8 @@ class NativeBackend(Backend):
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """A native product: bits of torch's own depend on the number of rows, and on a processor without bf16
         instructions it is slow in half precision."""
+        if isinstance(weight, QuantizedTensor):
+            weight = weight.values()
         if x.dtype != weight.dtype or x.dtype not in PLAIN or (bias is not None and bias.dtype != x.dtype):
             return F.linear(x, weight, bias)
         return linear(self._library, x, weight, bias)
@@ -186,10 +190,12 @@ class NativeBackend(Backend):
         norm: Norm,
         head: Linear,
         bits: int | None = None,
-        quantized: Mapping[int, QuantizedWeight] | None = None,
     ) -> Decoder:
         """One call runs a step."""
-        return NativeDecoder(self._library, layers, norm, head, bits, quantized)
+        return NativeDecoder(self._library, layers, norm, head, bits)
+
+    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PanelWeight:
+        return pack_quantized(self._library, weight, dtype)
 
     def mask(
         self,

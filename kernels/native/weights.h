@@ -54,17 +54,40 @@ void read_row(const Packed<T>& weight, int row, T* out) {
         out[k] = *from;
     }
 }
+constexpr int PIECE = 128;  // values of a row that are read together
+
+// fp32 values → out [count].
+template <class Y>
+void store_piece(const float* values, int count, Y* out) {
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) store(out + i, load(values + i));
+    if (i < count) store_n(out + i, load(values + i), count - i);
+}
 template <int BITS, bool FP4, class Y>
 void read_row(const Quantized<BITS, FP4>& weight, int row, Y* out) {
+    constexpr int PER_WORD = 32 / BITS;
     const int n = row % PANEL, group = weight.group;
     const char* from = weight.data + row / PANEL * weight.panel_bytes();
+    alignas(64) uint8_t q[PIECE] = {};
+    alignas(64) float values[PIECE];
     for (int k0 = 0; k0 < weight.K; k0 += group, from += weight.group_bytes()) {
         const fp16* parameters = (const fp16*)(from + (size_t)group * PANEL * BITS / 8);
         const float scale = load_one(parameters + n), zero_point = BITS == 8 ? 128 : load_one(parameters + PANEL + n);
-        for (int i = 0; i < std::min(group, weight.K - k0); ++i) {
-            const uint8_t byte = from[(i / (32 / BITS) * PANEL + n) * 4 + i % 4];
-            const int q = BITS == 8 ? byte : byte >> (i % 8 / 4 * 4) & 15;
-            store_one(out + k0 + i, scale * ((FP4 ? TWICE_FP4[q] : q) - zero_point));
+        for (int i0 = 0, end = std::min(group, weight.K - k0); i0 < end; i0 += PIECE) {
+            const int count = std::min(PIECE, group - i0);  // a multiple of 32
+            const char* word_of_row = from + ((size_t)i0 / PER_WORD * PANEL + n) * 4;
+            for (int i = 0; i < count; i += PER_WORD, word_of_row += PANEL * 4) {
+                uint32_t word;
+                std::memcpy(&word, word_of_row, 4);
+                const uint32_t low = BITS == 8 ? word : word & 0x0f0f0f0f, high = word >> 4 & 0x0f0f0f0f;
+                std::memcpy(q + i, &low, 4);
+                if (BITS == 4) std::memcpy(q + i + 4, &high, 4);
+            }
+            if (FP4)
+                for (int i = 0; i < count; i += 4 * LANES) store_bytes(q + i, look_up(TWICE_FP4, load_bytes(q + i)));
+            for (int i = 0; i < count; i += 32)
+                for (int j = i; j < i + 32; ++j) values[j] = scale * (q[j] - zero_point);
+            store_piece(values, std::min(PIECE, end - i0), out + k0 + i0);
         }
     }
 }
@@ -74,12 +97,18 @@ void read_row(const Coded& weight, int row, Y* out) {
     const char* panel = weight.data + row / PANEL * weight.panel_bytes();
     const float* codebook = (const float*)panel;
     const char* from = panel + Coded::CODES * sizeof(float);
-    for (int k0 = 0; k0 < weight.K; k0 += group, from += weight.group_bytes())
-        for (int i = 0; i < group; ++i) {
-            const uint32_t word = ((const uint32_t*)from)[i / Coded::PER_WORD * PANEL + n];
-            const float scale = ((const float*)(from + weight.values_bytes()))[n];
-            store_one(out + k0 + i, scale * codebook[word >> (4 * (i % Coded::PER_WORD)) & 15]);
+    float scaled[Coded::CODES], values[PIECE];
+    for (int k0 = 0; k0 < weight.K; k0 += group, from += weight.group_bytes()) {
+        const float scale = ((const float*)(from + weight.values_bytes()))[n];
+        for (int code = 0; code < Coded::CODES; ++code) scaled[code] = scale * codebook[code];
+        for (int i0 = 0; i0 < group; i0 += PIECE) {
+            const int count = std::min(PIECE, group - i0);
+            const uint32_t* words = (const uint32_t*)from + i0 / Coded::PER_WORD * PANEL + n;
+            for (int i = 0; i < count; i += Coded::PER_WORD, words += PANEL)
+                for (int j = 0; j < Coded::PER_WORD; ++j) values[i + j] = scaled[*words >> (4 * j) & 15];
+            store_piece(values, count, out + k0 + i0);
         }
+    }
 }
 
 }  // namespace mainspring

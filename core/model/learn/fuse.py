@@ -100,7 +100,7 @@ class Fusion:
         self.stack: StackedDecoder | None = None  # where it took the place of the layers' code
         # kind and code of modules → what those that were fused are
         self._known: dict[tuple[Any, ...], Callable[[], Sequence[Any]]] = {}
-        places = {name: p.data_ptr() for name, p in model.named_parameters(remove_duplicate=False)}
+        places = {name: p.data_ptr() or id(p) for name, p in model.named_parameters(remove_duplicate=False)}
         uses = Counter(places.values())
         self._shared = {name for name, place in places.items() if uses[place] > 1}
 

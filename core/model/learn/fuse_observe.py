@@ -59,10 +59,11 @@ class RandomLayers(TorchFunctionMode):
         self._generator = torch.Generator().manual_seed(SEED)
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not F.linear:
+        if func not in (F.linear, torch._grouped_mm):
             return func(*args, **(kwargs or {}))
         x, weight = args[:2] if len(args) > 1 else (args[0], kwargs["weight"])
-        return torch.randn(*x.shape[:-1], weight.shape[0], generator=self._generator).to(x)
+        out = weight.shape[0 if func is F.linear else -1]
+        return torch.randn(*x.shape[:-1], out, generator=self._generator).to(x)
 
 
 @torch.no_grad()

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.contract import ROW_MULTIPLE, Backend
 from ....kernels.decoder_contract import AttentionMixer, Decoder, Embedding, GatedMLP, Linear
+from ...parallel.parallel_backend import ParallelBackend
 from ...parallel.stage_model import StagePart
-from ..load.quantized import EXPANDED, JoinedWeights
+from ..load.quantized import EXPANDED, expand_weights
 from ..run.fused import FusedMixture
 from ..run.paged_model import PagedModel
 from ..run.positions import positions_given, receivers
@@ -40,6 +42,7 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
     Raises:
         UnsupportedModelError: the backend can't, and weights are to be quantized; or its logits differ.
     """
+    quantized = bits is not None or model.is_quantized
     try:
         with RoutedProducts(backend.linear):
             if reason := next(filter(None, (backend.refuses(s, model.dtype, model.dtype) for s in model.layers)), None):
@@ -49,19 +52,20 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
             # the model is as `verify` left it
             known = logits is not None and on is backend
             before = logits if known or not model.verdict else final_logits(model, backend)
-        tensors = None if model.quantized is None else JoinedWeights(model.quantized, model.parameters)
-        decoder = _decoder(backend, stack, head, bits, tensors)
+        decoder = _decoder(backend, stack, head, bits, quantized)
         if decoder is None:
             raise NotRecognisedError(f"the {backend.name} backend runs layers one by one")
     except NotRecognisedError as reason:
         if bits is not None:
             name = type(model.model).__name__
             raise UnsupportedModelError(f"the weights of {name} can't be quantized: {reason}") from reason
-        if model.quantized is not None:
+        if model.is_quantized:
             logger.warning("%s: %s", EXPANDED, reason)
-            model.quantized = None
+            _expand(model, backend)
+            model.is_quantized = False
         model.notes.append(f"layer by layer: {reason}")
         return
+    _expand(model, backend)
     output = decoder.weights[id(head.linear.weight)]
     embedding: Callable[[torch.Tensor], torch.Tensor] = stack.embedding
     if embed_scale is not None:
@@ -76,7 +80,7 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
         return
     error = float(deviations(logits, before).median())
     limit = max(LOGITS_TOLERANCE[model.dtype], 2 * model.rounding)
-    if bits is None and model.quantized is None and not error <= limit:
+    if not quantized and not error <= limit:
         raise UnsupportedModelError(
             f"the {backend.name} backend computes {type(model.model).__name__} wrongly as a whole (logits differ by "
             f"{error:.1e} standard deviations); this is a bug: attention_backend='reference' avoids it"
@@ -86,15 +90,24 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
     model.notes.append(model.verdict[-1])
 
 
-def _decoder(
-    backend: Backend, stack: StackedDecoder, head: Head, bits: int | None, weights: JoinedWeights | None
-) -> Decoder | None:
+def _expand(model: PagedModel, backend: Backend) -> None:
+    """Compute with plain weights in the place of quantized ones that no decoder has taken."""
+    if not (pairs := expand_weights(model.model)):
+        return
+    new = {id(old): plain for old, plain in pairs}
+    if model.stack is not None:
+        model.stack.layers = tree_map_only(torch.Tensor, lambda x: new.get(id(x), x), model.stack.layers)
+    if isinstance(backend, ParallelBackend):
+        backend.move(new)
+
+
+def _decoder(backend: Backend, stack: StackedDecoder, head: Head, bits: int | None, quantized: bool) -> Decoder | None:
     mixtures = (layer.mlp.tensors() if isinstance(layer.mlp, FusedMixture) else layer.mlp for layer in stack.layers)
     layers = [layer._replace(mlp=mlp) for layer, mlp in zip(stack.layers, mixtures, strict=True)]
     try:
-        decoder = backend.decoder(layers, stack.norm, head.linear, bits, weights)
+        decoder = backend.decoder(layers, stack.norm, head.linear, bits)
     except ValueError as error:
-        if bits is None and weights is None:
+        if not quantized:
             raise
         raise UnsupportedModelError(f"the weights can't be quantized: {error}") from error
     if decoder is not None:

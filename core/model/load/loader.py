@@ -33,7 +33,7 @@ from ....ipc.config import LoadConfig, ModelConfig, with_overrides
 from ....ipc.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 from ....ipc.mistral_params import read_params
 from ....kernels.contract import AttentionSpec, Backend
-from ....kernels.decoder_contract import QuantizedWeight
+from ....kernels.quantized_tensor import Pack
 from ....kernels.reference.reference_backend import ReferenceBackend
 from ...parallel.cuts import Cut
 from ...parallel.parallel_backend import ParallelBackend
@@ -60,10 +60,8 @@ from .kept_decisions import KeptDecisions
 from .mistral_weights import mistral_files, read_mistral
 from .quantized import (
     EXPANDED,
-    CutWeights,
-    PackedWeights,
-    PlacedWeights,
     already_quantized,
+    has_integers,
     read_quantized,
     settle_quantization,
 )
@@ -110,7 +108,6 @@ def load_model(
     model_class = _model_class(config, model_config, auto)
     if auto is not AutoModelForCausalLM and (stages is not None or isinstance(backend, ParallelBackend)):
         raise UnsupportedModelError(f"{name!r} takes media, and such a model can't be divided over several ranks")
-    quantized: Mapping[str, QuantizedWeight] | None = None
     shards = shards_of(config, name, backend, whole_experts)
     part: StagePart | None = None
     if stages is not None:
@@ -118,11 +115,10 @@ def load_model(
     if form is not None and load_config.load_format != "dummy":
         if model_class is None:
             raise UnsupportedModelError(f"{name!r} is quantized and brings its own code; only one may be")
+        pack = backend.pack if backend is not None and backend.packs_integers else None
         with reading(shards.cuts_of if shards else None, part) if shards or part else nullcontext():
-            model, weights = _quantized_model(form, config, model_class, model_config, load_config)
-        if weights and backend is not None and backend.name == "native":
-            quantized = PlacedWeights(weights, model, part.others if part else {})
-        else:
+            model = _quantized_model(form, config, model_class, model_config, load_config, pack)
+        if not has_integers(model):
             model = cast("Any", model).to(device)
             logger.warning("%s", EXPANDED)
     else:
@@ -147,13 +143,10 @@ def load_model(
         )
     if stages is not None:
         stages.agree(paged.dtype)
-    paged.quantized = quantized
+    paged.is_quantized = has_integers(model)
     if part is not None:
         paged.parameters.others, paged.parameters.moved = part.others, part.moved
         paged.notes.insert(0, f"{part.describe()}, {how}")
-    cuts = shards.sharding.cuts if shards else {}
-    if quantized is not None and (shards or part):
-        paged.quantized = CutWeights(quantized, cuts, paged.parameters.others)
     if shards is not None:
         paged.parameters.cuts = shards.sharding.cuts
         paged.parameters.tied = getattr(model, "all_tied_weights_keys", {})
@@ -451,15 +444,20 @@ def _fill(model: PreTrainedModel, cuts: Mapping[str, Cut], device: torch.device,
 
 
 def _quantized_model(
-    form: Form, config: PreTrainedConfig, model_class: Any, model_config: ModelConfig, load_config: LoadConfig
-) -> tuple[PreTrainedModel, PackedWeights]:
-    """The plain model that the weights of a quantized checkpoint stand for, and those weights."""
+    form: Form,
+    config: PreTrainedConfig,
+    model_class: Any,
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    pack: Pack | None,
+) -> PreTrainedModel:
+    """The model of a quantized checkpoint. pack: see `read_quantized`."""
     with _reading_weights(model_config, load_config) as path:
-        tensors, weights = read_quantized(form, path, model_config.revision or "main", load_config.download_dir)
-    if weights and model_config.quantization not in (None, form.method):
+        tensors = read_quantized(form, path, model_config.revision or "main", load_config.download_dir, pack)
+        model: PreTrainedModel = model_of_tensors(path, model_class, config, tensors, model_config, load_config)
+    if has_integers(model) and model_config.quantization not in (None, form.method):
         raise already_quantized(model_config.quantization, path, form)
-    with _reading_weights(model_config, load_config) as path:
-        return model_of_tensors(path, model_class, config, tensors, model_config, load_config), weights
+    return model
 
 
 def model_of_tensors(

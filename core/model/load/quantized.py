@@ -1,32 +1,29 @@
 """Quantized weights: what was asked for, and what a checkpoint brings.
 
-A model is built as a plain one: the weights of a quantized checkpoint take the values that its numbers stand for, so
-that fusing and verification see the model itself. The numbers stay beside, packed as they lie in the file, and go to a
-backend that runs the model as a whole with them exactly as they are. Any other one computes with the values, which take
-more memory. quantized_forms.py knows how numbers are packed.
+For a backend that runs a model as a whole with integers, the weights of a quantized checkpoint are `QuantizedTensor`:
+fusing and verification see the values, and the backend gets the integers exactly as they are. Any other one computes
+with plain weights, which take more memory. quantized_forms.py knows how integers are packed.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
+from torch import nn
+from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from ....ipc.errors import InvalidArgumentError, UnsupportedModelError
 from ....kernels.contract import Backend
-from ....kernels.decoder_contract import INT8_ROWS, NF4, QuantizedWeight
-from ...parallel.cuts import Cut
-from .parameters import ParameterMap
-from .quantized_forms import SHORTEST, Form, form_of
-from .sliced_reading import CheckpointNames
+from ....kernels.decoder_contract import INT8_ROWS, NF4
+from ....kernels.quantized_tensor import Leaf, Pack, QuantizedTensor
+from .quantized_forms import Form, form_of
 
 BITS = {"int8": 8, "int8-dynamic": INT8_ROWS, "int4": 4, "bitsandbytes": NF4}
 """Options that round the weights of a plain checkpoint → what `Backend.decoder` calls it."""
@@ -62,12 +59,9 @@ def already_quantized(asked: str | None, name: str, form: Form) -> InvalidArgume
     )
 
 
-class PackedWeights(Mapping[str, QuantizedWeight]):
-    """The quantized weights of a checkpoint by the names they would have as plain ones: those with numbers that kernels
-    take.
-
-    They stay packed, in the memory of the file, until they are asked for, and one asked for is not kept.
-    """
+class PackedWeights:
+    """The quantized weights of a checkpoint by the names they would have as plain ones. They stay in the memory of the
+    file until they are asked for."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], form: Form) -> None:
         """Of all `tensors` of a checkpoint, those of this form. Raises UnsupportedModelError for some that don't fit
@@ -89,24 +83,27 @@ class PackedWeights(Mapping[str, QuantizedWeight]):
                 raise UnsupportedModelError(f"{plain.removesuffix('.weight')!r} has {reason}")
             self._packed[plain] = parts
             self.sources.update(f"{path}{end}" for end in ends)
-        self._names = [name for name, parts in self._packed.items() if form.has_numbers(parts)]
-
-    def __getitem__(self, name: str) -> QuantizedWeight:
-        return self._form.read(self._packed[name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._packed)
 
-    def __len__(self) -> int:
-        return len(self._names)
+    def has_numbers(self, name: str) -> bool:
+        """Whether kernels take the weight as it is; else only its values are used."""
+        return self._form.has_numbers(self._packed[name])
 
     def plain(self, name: str) -> torch.Tensor:
         """The values of the weight, in the dtype that the checkpoint would have without quantization, or in fp32."""
         return self._form.plain(self._packed[name])
 
-    def all_plain(self) -> dict[str, PlainWeight]:
-        """The values of all quantized weights, also those without numbers that kernels take."""
-        return {name: PlainWeight(self, name) for name in self._packed}
+    def tensor(self, name: str, pack: Pack) -> QuantizedTensor:
+        """A weight that `has_numbers`."""
+        form, parts = self._form, self._packed[name]
+        of_each = [parts]
+        if form.stacked:
+            each = zip(*parts.values(), strict=True)
+            of_each = [dict(zip(parts, tensors, strict=True)) for tensors in each]
+        leaves = [Leaf(form.shape(one), [*one.values()], partial(form.read, one), pack) for one in of_each]
+        return QuantizedTensor(leaves, form.dtype(parts), form.stacked, turned=form.stacked)
 
 
 @dataclass(frozen=True)
@@ -121,128 +118,29 @@ class PlainWeight:
         return self.weights.plain(self.name)
 
 
-class PlacedWeights(Mapping[str, QuantizedWeight]):
-    """Quantized weights by the names of the model's parameters. Those of experts that are one parameter are stacked,
-    and gate and up joined. What becomes a parameter in another way, or none, is not among them."""
-
-    def __init__(
-        self, weights: Mapping[str, QuantizedWeight], model: PreTrainedModel, others: Mapping[str, torch.Size]
-    ) -> None:
-        """others: parameters that only other stages hold."""
-        self._weights = weights
-        known = {**{name: tensor.shape for name, tensor in model.state_dict().items()}, **others}
-        names = CheckpointNames(model, get_model_conversion_mapping(model), known)
-        self._names: dict[str, str | list[list[str]]] = {}  # of a parameter; of each expert those that are joined
-        parts: dict[str, dict[tuple[int, int], str]] = {}
-        for name in weights:
-            parameter, pattern = names.in_model(name)
-            if not parameter:
-                continue
-            if pattern is None:
-                self._names[parameter] = name
-            elif (place := names.stacked(name, pattern)) is not None:
-                parts.setdefault(parameter, {})[place] = name
-        for parameter, places in parts.items():
-            experts, joined = known[parameter][0], 1 + max(at for _, at in places)
-            if len(places) == experts * joined:
-                self._names[parameter] = [[places[e, at] for at in range(joined)] for e in range(experts)]
-
-    def __getitem__(self, name: str) -> QuantizedWeight:
-        found = self._names[name]
-        if isinstance(found, str):
-            return self._weights[found]
-        read = [joined([self._weights[each] for each in one]) for one in found]
-        zeros = [each.zeros for each in read if each.zeros is not None]
-        return QuantizedWeight(
-            torch.stack([each.numbers for each in read]),
-            torch.stack([each.scales for each in read]),
-            torch.stack(zeros) if zeros else None,
-            read[0].codebook,
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+def has_integers(model: nn.Module) -> bool:
+    """Whether a weight of it is a `QuantizedTensor`."""
+    return any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
 
 
-def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Rows of several, one after another."""
-    if len(weights) == 1:
-        return weights[0]
-    numbers, scales, zeros, codebooks = zip(*weights, strict=True)
-    joint = None if zeros[0] is None else torch.cat(zeros)
-    return QuantizedWeight(torch.cat(numbers), torch.cat(scales), joint, codebooks[0])
-
-
-class CutWeights(Mapping[str, QuantizedWeight]):
-    """The parts of quantized weights that one of several ranks holds. Where a cut divides a group of inputs, the groups
-    of the weight become shorter. Those in `others` are held by other stages."""
-
-    def __init__(
-        self, weights: Mapping[str, QuantizedWeight], cuts: Mapping[str, Cut], others: Collection[str] = ()
-    ) -> None:
-        self._weights, self._cuts = weights, cuts
-        self._names = [name for name in weights if name not in others]
-
-    def __getitem__(self, name: str) -> QuantizedWeight:
-        """Raises `UnsupportedModelError` if groups would be too short, and for experts."""
-        weight, cut = self._weights[name], self._cuts.get(name)
-        if cut is None:
-            return weight
-        numbers, scales, zeros, codebook = weight
-        if numbers.dim() > 2:
-            raise UnsupportedModelError(f"{name!r} would be cut, and those are numbers of experts")
-        if cut.dim == 0:
-            return QuantizedWeight(cut.of(numbers), cut.of(scales), None if zeros is None else cut.of(zeros), codebook)
-        group = numbers.shape[1] // scales.shape[1]
-        short = math.gcd(group, *(edge for both in cut.ranges for edge in both))
-        if short < SHORTEST:
-            raise UnsupportedModelError(f"{name!r} would have groups of {short} inputs on a rank")
-        groups = Cut(1, tuple((start // short, end // short) for start, end in cut.ranges), cut.whole // short)
-
-        def part(of_groups: torch.Tensor) -> torch.Tensor:
-            return groups.of(of_groups.repeat_interleave(group // short, 1))
-
-        return QuantizedWeight(cut.of(numbers), part(scales), None if zeros is None else part(zeros), codebook)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-class JoinedWeights(Mapping[int, QuantizedWeight]):
-    """The same by the ``id`` of the tensors of a fused model, in which several lie one after another. A tensor that
-    also holds what is not quantized is not among them, and stays plain."""
-
-    def __init__(self, weights: Mapping[str, QuantizedWeight], parameters: ParameterMap) -> None:
-        self._weights = weights
-        parts: dict[int, list[tuple[int, str]]] = {}
-        missing: dict[int, int] = {}
-        for name in weights:
-            slot = parameters.slot(name)
-            key, rows = id(slot.tensor), len(slot.view())
-            parts.setdefault(key, []).append((slot.start, name))
-            missing[key] = missing.get(key, len(slot.tensor)) - rows
-        self._names = {key: [name for _, name in sorted(of)] for key, of in parts.items() if not missing[key]}
-
-    def __getitem__(self, key: int) -> QuantizedWeight:
-        return joined([self._weights[name] for name in self._names[key]])
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+def expand_weights(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Put plain weights in the places of all quantized ones but those that a decoder has taken; → old and new ones."""
+    new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for module in model.modules():
+        weights: dict[str, Any] = module._parameters
+        for name, weight in weights.items():
+            if isinstance(weight, QuantizedTensor) and weight.matrices:
+                new[id(weight)] = weight, nn.Parameter(weight.values(), requires_grad=False)
+                weight.forget()
+            if id(weight) in new:
+                weights[name] = new[id(weight)][1]
+    return [*new.values()]
 
 
 def read_quantized(
-    form: Form, name: str, revision: str | None, cache_dir: str | None
-) -> tuple[dict[str, torch.Tensor | PlainWeight], PackedWeights]:
-    """All weights of a checkpoint, a folder or a hub id, as plain ones; and those that are quantized.
+    form: Form, name: str, revision: str | None, cache_dir: str | None, pack: Pack | None
+) -> dict[str, torch.Tensor | PlainWeight]:
+    """All weights of a checkpoint, a folder or a hub id. pack: a backend's; None: all become plain ones.
 
     Raises:
         OSError: there are no safetensors files.
@@ -259,5 +157,10 @@ def read_quantized(
     weights = PackedWeights(tensors, form)
     if not weights.sources:
         raise UnsupportedModelError(f"{name} is quantized ({form.method}) by its config, but holds no such weights")
-    plain = {key: tensor for key, tensor in tensors.items() if key not in weights.sources}
-    return {**plain, **weights.all_plain()}, weights
+    found: dict[str, torch.Tensor | PlainWeight] = {}
+    for key in weights:
+        if pack is not None and weights.has_numbers(key):
+            found[key] = weights.tensor(key, pack)
+        else:
+            found[key] = PlainWeight(weights, key)
+    return {**{key: tensor for key, tensor in tensors.items() if key not in weights.sources}, **found}

@@ -42,9 +42,10 @@ import torch.nn.functional as F
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.decoder_contract import FP4, QuantizedWeight
+from ....kernels.quantized_tensor import SHORTEST
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
-SHORTEST, LONGEST = 32, 128  # groups that kernels take, and take well: inputs are rounded group by group, too
+LONGEST = 128  # inputs of a group that kernels take well: inputs are rounded group by group, too
 SUPPORTED = (
     "AWQ's (4 bits, gemm), GPTQ's (4 or 8 bits), bitsandbytes' (4 bits), MXFP4's of gpt-oss, FP8's and "
     "compressed-tensors' (integers of 4 or 8 bits, FP8)"
@@ -62,6 +63,7 @@ class Form(ABC):
     needs: tuple[str, ...]  # and has these
     may_have: tuple[str, ...] = ()
     before_end, plain_end = ".", ".weight"  # between path and end, and after the path in the plain weight's name
+    stacked = False  # tensors are those of experts, which the model has as ``[experts, in, out]``
 
     @abstractmethod
     def misfit(self, parts: Parts) -> str | None:
@@ -71,12 +73,17 @@ class Form(ABC):
         """Whether kernels take the weight as it is, by `read`; else only its values are used."""
         return True
 
+    def shape(self, parts: Parts) -> tuple[int, int]:
+        """Of what `read` gives."""
+        raise NotImplementedError
+
     def read(self, parts: Parts) -> QuantizedWeight:
+        """Of one expert, if they are stacked."""
         raise NotImplementedError
 
     def plain(self, parts: Parts) -> torch.Tensor:
         """What the numbers stand for, in the shape of the plain weight."""
-        return values_of(self.read(parts)).to(self.dtype(parts))
+        return self.read(parts).values().to(self.dtype(parts))
 
     def dtype(self, parts: Parts) -> torch.dtype:
         """Of the plain weight."""
@@ -103,19 +110,19 @@ class IntegerForm(Form):
         """uint8 ``[out, in]``."""
 
     @abstractmethod
-    def inputs(self, parts: Parts) -> int: ...
+    def shape(self, parts: Parts) -> tuple[int, int]: ...
 
     @abstractmethod
     def groups(self, parts: Parts) -> Groups: ...
 
     def has_numbers(self, parts: Parts) -> bool:
         scales, zeros, order = self.groups(parts)
-        fits = order is None and self.inputs(parts) // scales.shape[1] % SHORTEST == 0
+        fits = order is None and self.shape(parts)[1] // scales.shape[1] % SHORTEST == 0
         return fits and (self.bits_of(parts) == 4 or bool((zeros == 128).all()))
 
     def read(self, parts: Parts) -> QuantizedWeight:
         scales, zeros, _ = self.groups(parts)
-        group = self.inputs(parts) // scales.shape[1]
+        group = self.shape(parts)[1] // scales.shape[1]
         if group % LONGEST == 0:  # divide it into groups that kernels take well
             scales, zeros = (x.repeat_interleave(group // LONGEST, dim=1) for x in (scales, zeros))
         return QuantizedWeight(self.numbers(parts), scales, zeros if self.bits_of(parts) == 4 else None)
@@ -124,7 +131,7 @@ class IntegerForm(Form):
         scales, zeros, order = self.groups(parts)
         if order is not None:
             scales, zeros = scales[:, order], zeros[:, order]
-        return values_of(QuantizedWeight(self.numbers(parts), scales, zeros)).to(self.dtype(parts))
+        return QuantizedWeight(self.numbers(parts), scales, zeros).values().to(self.dtype(parts))
 
 
 class Awq(IntegerForm):
@@ -141,8 +148,8 @@ class Awq(IntegerForm):
     def numbers(self, parts: Parts) -> torch.Tensor:
         return unpack(parts["qweight"], 4, AWQ_COLUMNS).T.contiguous()
 
-    def inputs(self, parts: Parts) -> int:
-        return len(parts["qweight"])
+    def shape(self, parts: Parts) -> tuple[int, int]:
+        return parts["scales"].shape[1], len(parts["qweight"])
 
     def groups(self, parts: Parts) -> Groups:
         zeros = unpack(parts["qzeros"], 4, AWQ_COLUMNS)
@@ -168,8 +175,8 @@ class Gptq(IntegerForm):
     def numbers(self, parts: Parts) -> torch.Tensor:
         return unpack(parts["qweight"].T.contiguous(), self.bits)
 
-    def inputs(self, parts: Parts) -> int:
-        return len(parts["qweight"]) * (32 // self.bits)
+    def shape(self, parts: Parts) -> tuple[int, int]:
+        return parts["scales"].shape[1], len(parts["qweight"]) * (32 // self.bits)
 
     def groups(self, parts: Parts) -> Groups:
         zeros = unpack(parts["qzeros"], self.bits).short() + self.stored_less
@@ -191,6 +198,10 @@ class BitsAndBytes(Form):
         if parts["weight"].nbytes * 2 != shape[0] * shape[1] or parts["weight.quant_map"].numel() != 16:
             return f"a weight of {list(parts['weight'].shape)}, which is not one of {shape} in halves of bytes"
         return None
+
+    def shape(self, parts: Parts) -> tuple[int, int]:
+        rows, columns = self._state(parts)["shape"]
+        return rows, columns
 
     def read(self, parts: Parts) -> QuantizedWeight:
         state = self._state(parts)
@@ -215,12 +226,11 @@ class BitsAndBytes(Form):
 
 
 class Mxfp4(Form):
-    """In the model these weights are ``[experts, in, out]``."""
-
     method = "mxfp4"
     marks = ("blocks",)
     needs = ("scales",)
     before_end, plain_end = "_", ""
+    stacked = True
 
     def misfit(self, parts: Parts) -> str | None:
         blocks, scales = parts["blocks"], parts["scales"]
@@ -228,9 +238,13 @@ class Mxfp4(Form):
             return None
         return f"blocks and scales of {list(blocks.shape)} and {list(scales.shape)}, not of 32 numbers in 16 bytes each"
 
+    def shape(self, parts: Parts) -> tuple[int, int]:
+        out, groups = parts["scales"].shape
+        return out, 32 * groups
+
     def read(self, parts: Parts) -> QuantizedWeight:
         blocks = parts["blocks"]
-        numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)
+        numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
         return QuantizedWeight(numbers, self._scales(parts), None, torch.tensor(FP4))
 
     def plain(self, parts: Parts) -> torch.Tensor:
@@ -285,7 +299,7 @@ class CompressedTensors(IntegerForm):
             return "a weight_scale, but neither weight nor weight_packed"
         if not self._is_integer(parts):
             return fp8_misfit(parts["weight"], parts["weight_scale"], self.block)
-        bits, inputs, out = self.bits_of(parts), self.inputs(parts), self._out(parts)
+        bits, (out, inputs) = self.bits_of(parts), self.shape(parts)
         scales = parts["weight_scale"]
         groups = scales.numel() // out if scales.numel() > 1 else 1
         if bits in (4, 8) and groups and inputs % groups == 0 and scales.numel() in (1, out * groups):
@@ -305,18 +319,21 @@ class CompressedTensors(IntegerForm):
 
     def bits_of(self, parts: Parts) -> int:
         packed = parts.get("weight_packed")
-        return 8 if packed is None else 32 // -(-self.inputs(parts) // packed.shape[1])
+        return 8 if packed is None else 32 // -(-self.shape(parts)[1] // packed.shape[1])
 
     def numbers(self, parts: Parts) -> torch.Tensor:
         if "weight_packed" in parts:
-            return unpack(parts["weight_packed"], self.bits_of(parts))[:, : self.inputs(parts)].contiguous()
+            return unpack(parts["weight_packed"], self.bits_of(parts))[:, : self.shape(parts)[1]].contiguous()
         return parts["weight"].view(torch.uint8) ^ 128
 
-    def inputs(self, parts: Parts) -> int:
-        return int(parts["weight_shape"][1]) if "weight_packed" in parts else parts["weight"].shape[1]
+    def shape(self, parts: Parts) -> tuple[int, int]:
+        if "weight_packed" in parts:
+            return len(parts["weight_packed"]), int(parts["weight_shape"][1])
+        out, inputs = parts["weight"].shape
+        return out, inputs
 
     def groups(self, parts: Parts) -> Groups:
-        bits, zeros, out = self.bits_of(parts), parts.get("weight_zero_point"), self._out(parts)
+        bits, zeros, (out, _) = self.bits_of(parts), parts.get("weight_zero_point"), self.shape(parts)
         scales = parts["weight_scale"].float()
         scales = scales.view(out if scales.numel() > 1 else 1, -1).expand(out, -1).contiguous()
         if zeros is None:
@@ -326,9 +343,6 @@ class CompressedTensors(IntegerForm):
         else:
             zeros = unpack(zeros.T.contiguous(), bits).T[:out].float().contiguous()
         return Groups(scales, zeros, _order(parts.get("weight_g_idx"), scales.shape[1]))
-
-    def _out(self, parts: Parts) -> int:
-        return len(parts["weight_packed" if "weight_packed" in parts else "weight"])
 
     def _is_integer(self, parts: Parts) -> bool:
         return "weight_packed" in parts or parts["weight"].dtype == torch.int8
@@ -368,17 +382,6 @@ def _compressed(config: Mapping[str, Any]) -> CompressedTensors | None:
     if kinds - {("int", 4), ("int", 8), ("float", 8)} or len(blocks) > 1 or sparse or config.get("transform_config"):
         return None
     return CompressedTensors(blocks.pop())
-
-
-def values_of(weight: QuantizedWeight) -> torch.Tensor:
-    """fp32, in the shape of the numbers: what they stand for."""
-    numbers, scales, zeros, codebook = weight
-    grouped = numbers.view(*scales.shape, -1)
-    if codebook is not None:
-        found = codebook[grouped.int()]
-    else:
-        found = grouped.float().sub_(128 if zeros is None else zeros[..., None])
-    return found.mul_(scales[..., None]).flatten(-2)
 
 
 def unpack(packed: torch.Tensor, bits: int, columns: tuple[int, ...] | None = None) -> torch.Tensor:

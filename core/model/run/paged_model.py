@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedModel
 
 from ....kernels.contract import ROW_MULTIPLE, AttentionSpec, Backend, LayerCache, Scans, SequenceOffsets
-from ....kernels.decoder_contract import QuantizedWeight
 from ...worker.kv_layout import KVLayout, LayerShape, plan_layout
 from ..learn.fuse import Fusion
 from ..learn.probe import AttentionCall
@@ -61,7 +60,6 @@ class PagedModel:
         self.notes = notes  # lines for --explain-model
         self.decisions = dict(fused.decisions)  # for the next load of the same checkpoint
         self.is_quantized = False  # by this engine, or as the checkpoint comes
-        self.quantized: Mapping[str, QuantizedWeight] | None = None  # weights that the checkpoint has as integers
         self.verdict: list[str] = []  # of `verify`, also as lines for --explain-model; empty: it was not called
         self.verified: tuple[Backend, torch.Tensor] | None = None  # the backend of `verify`, and the logits it gave
         self.own: list[torch.Tensor] | None = None  # the model's own logits, if they are yet to be compared

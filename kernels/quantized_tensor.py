@@ -1,0 +1,279 @@
+"""Weights that are held as integers, and that torch takes for the values that these stand for.
+
+A model is learned, fused and verified as if its weights were plain, but values are made for one operation at a time and
+dropped after it. What turns, joins, stacks or cuts such weights gives others of their kind, so that a backend finds
+the integers of whatever a model made of a checkpoint's tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from .decoder_contract import PackedWeight, QuantizedWeight
+
+Pack = Callable[[QuantizedWeight, torch.dtype], PackedWeight]
+"""See `Backend.pack`."""
+SHORTEST = 32  # inputs of a group that kernels take
+_SAMPLED = 8  # weights of a stack
+
+
+class Matrix(ABC):
+    """Quantized weights ``[out, in]``."""
+
+    shape: tuple[int, int]
+
+    @abstractmethod
+    def read(self) -> QuantizedWeight:
+        """All of it. It is not kept."""
+
+    @abstractmethod
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """``[out, in]``, what the integers stand for."""
+
+    @abstractmethod
+    def leaves(self) -> Iterator[Leaf]:
+        """What it is made of."""
+
+
+class Leaf(Matrix):
+    """A weight of a checkpoint. It is packed by `pack` when its values are first asked for."""
+
+    def __init__(
+        self, shape: tuple[int, int], tensors: Sequence[torch.Tensor], read: Callable[[], QuantizedWeight], pack: Pack
+    ) -> None:
+        """tensors: which `read` reads."""
+        self.shape, self.tensors = shape, tensors
+        self._read, self._pack = read, pack
+        self._packed: dict[torch.dtype, PackedWeight] = {}
+
+    def read(self) -> QuantizedWeight:
+        return self._read()
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        packed = next(iter(self._packed.values()), None) or self.packed(dtype)
+        return packed.unpack().to(dtype)
+
+    def packed(self, dtype: torch.dtype) -> PackedWeight:
+        """For rows of this dtype. It is kept until `forget`."""
+        if dtype not in self._packed:
+            self._packed[dtype] = self._pack(self.read(), dtype)
+        return self._packed[dtype]
+
+    def forget(self) -> None:
+        self._packed = {}
+
+    def leaves(self) -> Iterator[Leaf]:
+        yield self
+
+
+class Joined(Matrix):
+    """Rows of several, one after another."""
+
+    def __init__(self, parts: Sequence[Matrix]) -> None:
+        self._parts = parts
+        self.shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
+
+    def read(self) -> QuantizedWeight:
+        """Raises ValueError if they are quantized in different ways."""
+        read = [part.read() for part in self._parts]
+        if len({(x.scales.shape[1], x.zeros is None, x.codebook is None) for x in read}) > 1:
+            raise ValueError("weights that a model's kernels join are quantized in different ways")
+        numbers, scales, zeros, codebooks = zip(*read, strict=True)
+        joint = None if zeros[0] is None else torch.cat(zeros)
+        return QuantizedWeight(torch.cat(numbers), torch.cat(scales), joint, codebooks[0])
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat([part.values(dtype) for part in self._parts])
+
+    def leaves(self) -> Iterator[Leaf]:
+        for part in self._parts:
+            yield from part.leaves()
+
+
+class Piece(Matrix):
+    """Rows (dim 0) or columns (dim 1) of another one. Where groups of inputs are cut, they become shorter."""
+
+    def __init__(self, whole: Matrix, dim: int, start: int, end: int) -> None:
+        self._whole, self._dim, self._range = whole, dim, slice(start, end)
+        self.shape = (end - start, whole.shape[1]) if dim == 0 else (whole.shape[0], end - start)
+
+    def read(self) -> QuantizedWeight:
+        """Raises ValueError if groups would be too short for kernels."""
+        numbers, scales, zeros, codebook = self._whole.read()
+        start, end = self._range.start, self._range.stop
+        if self._dim == 0:
+            return QuantizedWeight(
+                numbers[start:end], scales[start:end], zeros if zeros is None else zeros[start:end], codebook
+            )
+        group = numbers.shape[1] // scales.shape[1]
+        short = math.gcd(group, start, end)
+        if short < SHORTEST:
+            raise ValueError(f"a part of a quantized weight has groups of {short} inputs")
+
+        def part(of_groups: torch.Tensor) -> torch.Tensor:
+            return of_groups.repeat_interleave(group // short, 1)[:, start // short : end // short]
+
+        return QuantizedWeight(numbers[:, start:end], part(scales), None if zeros is None else part(zeros), codebook)
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        values = self._whole.values(dtype)
+        return values[self._range] if self._dim == 0 else values[:, self._range]
+
+    def leaves(self) -> Iterator[Leaf]:
+        return self._whole.leaves()
+
+
+class QuantizedTensor(torch.Tensor):
+    """A weight ``[out, in]``, or those of experts ``[experts, out, in]``. Where it is turned, its last two dimensions
+    are the other way round. It can't be written to."""
+
+    matrices: list[Matrix]  # of each expert, or one
+    stacked: bool
+    turned: bool
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, matrices: Sequence[Matrix], dtype: torch.dtype, stacked: bool = False, turned: bool = False
+    ) -> QuantizedTensor:
+        shape = matrices[0].shape[::-1] if turned else matrices[0].shape
+        whole = (len(matrices), *shape) if stacked else shape
+        with torch.inference_mode(False):  # as weights are, of which a module may take views
+            made: Any = torch.Tensor._make_wrapper_subclass(cls, whole, dtype=dtype)
+        made.matrices, made.stacked, made.turned = list(matrices), stacked, turned
+        return made  # type: ignore[no-any-return]
+
+    def values(self) -> torch.Tensor:
+        """A usual tensor, contiguous unless it is turned."""
+        made = [matrix.values(self.dtype) for matrix in self.matrices]
+        values = torch.stack(made) if self.stacked else made[0]
+        return values.mT if self.turned else values
+
+    def forget(self) -> None:
+        """Let go of what it is made of. It has no values any more."""
+        for matrix in self.matrices:
+            for leaf in matrix.leaves():
+                leaf.forget()
+        self.matrices = []
+        self.data = torch.Tensor._make_wrapper_subclass(QuantizedTensor, (0,), dtype=self.dtype)
+
+    def sample(self) -> list[torch.Tensor]:
+        """Tensors of the checkpoint that make up some of it, from beginning to end."""
+        every = -(-len(self.matrices) // _SAMPLED)
+        return [tensor for matrix in self.matrices[::every] for leaf in matrix.leaves() for tensor in leaf.tensors]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if (take := _OPERATIONS.get(func)) is not None and (made := take(*args, **kwargs)) is not None:
+            return made
+        if func._schema.is_mutable and isinstance(args[0], QuantizedTensor):
+            raise TypeError(f"{func} would write to a quantized weight")
+        args, kwargs = tree_map_only(QuantizedTensor, QuantizedTensor.values, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def empty(*tensors: torch.Tensor) -> None:
+    """Free the memory of `tensors`. The tensor objects stay, so that the weights can be set again."""
+    for tensor in tensors:
+        if isinstance(tensor, QuantizedTensor):
+            tensor.forget()
+        else:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+def _like(x: QuantizedTensor, matrices: Sequence[Matrix], turned: bool | None = None) -> QuantizedTensor:
+    return QuantizedTensor(matrices, x.dtype, x.stacked, x.turned if turned is None else turned)
+
+
+def _same(x: QuantizedTensor, *_: Any, **__: Any) -> QuantizedTensor:
+    return _like(x, x.matrices)
+
+
+def _convert(x: QuantizedTensor, *, dtype: torch.dtype | None = None, **_: Any) -> QuantizedTensor | None:
+    """To another dtype. No device but the host's is ever asked for."""
+    dtype = dtype or x.dtype
+    return QuantizedTensor(x.matrices, dtype, x.stacked, x.turned) if dtype.is_floating_point else None
+
+
+def _turn(x: QuantizedTensor, first: int = 0, second: int = 1) -> QuantizedTensor | None:
+    last = {first % x.dim(), second % x.dim()} == {x.dim() - 2, x.dim() - 1}
+    return _like(x, x.matrices, not x.turned) if last else None
+
+
+def _permute(x: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor | None:
+    return _turn(x, -2, -1) if list(dims) == [*range(x.dim() - 2), x.dim() - 1, x.dim() - 2] else None
+
+
+def _select(x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor | None:
+    if not x.stacked or dim % 3:
+        return None
+    return QuantizedTensor([x.matrices[index]], x.dtype, turned=x.turned)
+
+
+def _slice(
+    x: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> QuantizedTensor | None:
+    if step != 1:
+        return None
+    start, end, _ = slice(start, end).indices(x.shape[dim])
+    at = dim % x.dim() - (x.dim() - 2)  # of the last two dimensions
+    if at < 0:
+        return _like(x, x.matrices[start:end])
+    return _like(x, [Piece(matrix, at ^ x.turned, start, end) for matrix in x.matrices])
+
+
+def _cat(tensors: Sequence[Any], dim: int = 0) -> QuantizedTensor | None:
+    """Rows of each matrix, one after another."""
+    first = tensors[0]
+    if not _are_alike(tensors) or dim % first.dim() != first.dim() - 2 + first.turned:
+        return None
+    return _like(first, [Joined(parts) for parts in zip(*(x.matrices for x in tensors), strict=True)])
+
+
+def _stack(tensors: Sequence[Any], dim: int = 0) -> QuantizedTensor | None:
+    if not _are_alike(tensors) or dim or tensors[0].dim() != 2 or len({x.shape for x in tensors}) > 1:
+        return None
+    return QuantizedTensor([x.matrices[0] for x in tensors], tensors[0].dtype, True, tensors[0].turned)
+
+
+def _grouped_mm(
+    rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor | None = None, *more: Any, **kwargs: Any
+) -> torch.Tensor | None:
+    """Rows ``[n, in]`` times ``[experts, in, out]``: by one expert after the other, of those that have rows."""
+    if not isinstance(weights, QuantizedTensor) or rows.dim() != 2 or offs is None or more or kwargs:
+        return None
+    ends = offs.tolist()
+    spans = [(i, start, end) for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)) if end > start]
+    return torch.cat([rows[start:end] @ weights[i].values() for i, start, end in spans])
+
+
+def _are_alike(tensors: Sequence[Any]) -> bool:
+    if not all(isinstance(x, QuantizedTensor) for x in tensors):
+        return False
+    return len({(x.dtype, x.dim(), x.turned, len(x.matrices)) for x in tensors}) == 1
+
+
+_aten = torch.ops.aten
+_OPERATIONS: dict[Any, Callable[..., torch.Tensor | None]] = {
+    _aten.detach.default: _same,
+    _aten.alias.default: _same,
+    _aten.clone.default: _same,
+    _aten._to_copy.default: _convert,
+    _aten.t.default: _turn,
+    _aten.transpose.int: _turn,
+    _aten.permute.default: _permute,
+    _aten.select.int: _select,
+    _aten.slice.Tensor: _slice,
+    _aten.cat.default: _cat,
+    _aten.stack.default: _stack,
+    _aten._grouped_mm.default: _grouped_mm,
+}
+"""What gives quantized weights, or needs the values of some of them only; None: not of these arguments."""

@@ -1,0 +1,179 @@
+"""Weights that are held as integers, and that torch takes for the values that these stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mainspring.core.model.load.parameters import few_values
+from mainspring.core.parallel.cuts import Cut
+from mainspring.kernels.decoder_contract import QuantizedWeight
+from mainspring.kernels.quantized_tensor import Leaf, QuantizedTensor, empty
+
+
+class Values:
+    """A packed weight that is not packed."""
+
+    made = 0
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        Values.made += 1
+        self._values = weight.values().to(dtype)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._values[ids]
+
+    def unpack(self) -> torch.Tensor:
+        return self._values
+
+    def replace(self, weight: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+def quantized(out: int, seed: int, inputs: int = 384) -> QuantizedWeight:
+    """4 bits, in groups of 128."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 16, (out, inputs), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(out, inputs // 128, generator=generator)
+    return QuantizedWeight(numbers, scales, torch.randint(0, 16, (out, inputs // 128), generator=generator).float())
+
+
+def leaf(out: int, seed: int) -> Leaf:
+    weight = quantized(out, seed)
+    return Leaf((out, 384), [weight.numbers, weight.scales], lambda: weight, Values)
+
+
+def matrix(out: int = 384, seed: int = 0) -> QuantizedTensor:
+    return QuantizedTensor([leaf(out, seed)], torch.float32)
+
+
+def experts(turned: bool = False) -> QuantizedTensor:
+    return QuantizedTensor([leaf(384, seed) for seed in range(3)], torch.float32, stacked=True, turned=turned)
+
+
+ONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all": lambda w: w[...],
+    "detach": lambda w: w.detach(),
+    "parameter": lambda w: nn.Parameter(w, requires_grad=False),
+    "contiguous": lambda w: w.mT.contiguous().mT,
+    "other dtype": lambda w: w.to(torch.bfloat16),
+    "turned": lambda w: w.mT,
+    "transposed": lambda w: w.transpose(-1, -2),
+    "rows": lambda w: w.narrow(-2, 32, 96),
+    "columns": lambda w: w.narrow(-1, 64, 192),
+    "columns of a turned one": lambda w: w.mT.narrow(-2, 128, 32),
+}
+JOINED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "joined": lambda w: torch.cat([w, w.narrow(-2, 32, 5)], -2),
+    "joined and turned": lambda w: torch.cat([w.mT, w.mT], -1),
+}
+OF_MATRICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "t": lambda w: w.t(),
+    "stacked": lambda w: torch.stack([w, w]),
+    "rows of two ranges": lambda w: Cut(0, ((0, 6), (12, 18)), 384).of(w),
+}
+OF_EXPERTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "one": lambda w: w[1],
+    "one, turned": lambda w: w[2].T,
+    "some": lambda w: w[1:3],
+}
+
+
+OF = {
+    "matrix": ONE | JOINED | OF_MATRICES,
+    "experts": ONE | JOINED | OF_EXPERTS,
+    "turned experts": ONE | OF_EXPERTS | {"joined": lambda w: torch.cat([w, w], -1)},
+}
+
+
+def integers(weight: torch.Tensor) -> torch.Tensor:
+    """The values of what a backend finds in it."""
+    assert isinstance(weight, QuantizedTensor)
+    found = torch.stack([one.read().values() for one in weight.matrices])
+    found = found.mT if weight.turned else found
+    return (found if weight.dim() == 3 else found[0]).to(weight.dtype)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in OF.items() for name in names])
+def test_what_is_made_of_quantized_weights_has_their_integers(kind: str, name: str) -> None:
+    operation = OF[kind][name]
+    weight = matrix() if kind == "matrix" else experts(kind == "turned experts")
+    made, plain = operation(weight), operation(weight.values())
+    assert isinstance(made, QuantizedTensor)
+    assert (made.shape, made.dtype) == (plain.shape, plain.dtype)
+    assert torch.equal(made.values(), plain)
+    assert torch.equal(integers(made), plain)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_everything_else_is_computed_with_the_values(inference: bool) -> None:
+    weight, stacked, x = matrix(), experts(), torch.randn(5, 384)
+    values, of_experts = weight.values(), stacked.values()
+    with torch.inference_mode(inference):
+        for made, plain in (
+            (F.linear(x, weight), F.linear(x, values)),
+            (x @ weight.T, x @ values.T),
+            (torch.einsum("bi,eoi->ebo", x, stacked), torch.einsum("bi,eoi->ebo", x, of_experts)),
+            (weight[torch.tensor([3, 1])], values[torch.tensor([3, 1])]),
+            (weight[::2], values[::2]),
+            (torch.cat([weight, values]), torch.cat([values, values])),
+            (torch.cat([stacked, stacked]), torch.cat([of_experts, of_experts])),
+            (weight + 1, values + 1),
+            (weight.int(), values.int()),
+        ):
+            assert not isinstance(made, QuantizedTensor)
+            assert torch.equal(made, plain)
+
+
+def test_grouped_products_need_the_weights_of_experts_that_have_rows() -> None:
+    Values.made, weight, rows = 0, experts().to(torch.bfloat16), torch.randn(5, 384).bfloat16()
+    out = torch._grouped_mm(rows, weight.mT, offs=torch.tensor([2, 2, 5], dtype=torch.int32))
+    assert Values.made == 2
+    values = weight.values()
+    assert torch.equal(out, torch.cat([rows[:2] @ values[0].T, rows[2:] @ values[2].T]))
+
+
+def test_a_weight_is_packed_when_its_values_are_first_asked_for_and_then_once() -> None:
+    Values.made, weight = 0, experts()
+    torch.cat([weight.mT, weight.mT], 2)
+    few_values(weight)
+    assert Values.made == 0
+    for _ in range(2):
+        weight[1].values()
+    assert Values.made == 1
+    weight.to(torch.bfloat16).values()
+    assert Values.made == 3, "it is the same for another dtype"
+    empty(weight)
+    assert weight.numel() == 0
+
+
+def test_a_cut_may_divide_groups_but_not_into_what_kernels_do_not_take() -> None:
+    weight = matrix()
+    (part,) = Cut(1, ((64, 256),), 384).of(weight).matrices  # type: ignore[attr-defined]
+    assert part.read().scales.shape == (384, 3)
+    (part,) = Cut(1, ((0, 200),), 384).of(weight).matrices  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="groups of 8 inputs"):
+        part.read()
+
+
+def test_weights_quantized_in_different_ways_are_not_joined() -> None:
+    other = QuantizedWeight(*quantized(384, 1)[:2], None)
+    joined = torch.cat([matrix(), QuantizedTensor([Leaf((384, 384), [], lambda: other, Values)], torch.float32)])
+    assert isinstance(joined, QuantizedTensor)
+    with pytest.raises(ValueError, match="quantized in different ways"):
+        joined.matrices[0].read()
+
+
+def test_a_quantized_weight_is_not_written_to() -> None:
+    weight = matrix()
+    with pytest.raises(TypeError, match=r"copy_.* would write to a quantized weight"):
+        weight.copy_(torch.zeros(384, 384))
+
+
+def test_few_values_are_those_of_the_checkpoint() -> None:
+    found = [few_values(QuantizedTensor([leaf(384, seed)], torch.float32)) for seed in (0, 0, 1)]
+    assert found[0] == found[1] != found[2]
