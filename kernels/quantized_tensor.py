@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from ..ipc.errors import UnsupportedModelError
 from .decoder_contract import PackedWeight, QuantizedWeight
 
 Pack = Callable[[QuantizedWeight, torch.dtype], PackedWeight]
@@ -49,7 +50,7 @@ class Leaf(Matrix):
     ) -> None:
         """tensors: which `read` reads."""
         self.shape, self.tensors = shape, tensors
-        self._read, self._pack = read, pack
+        self._read, self.pack = read, pack
         self._packed: dict[torch.dtype, PackedWeight] = {}
 
     def read(self) -> QuantizedWeight:
@@ -62,7 +63,7 @@ class Leaf(Matrix):
     def packed(self, dtype: torch.dtype) -> PackedWeight:
         """For rows of this dtype. It is kept until `forget`."""
         if dtype not in self._packed:
-            self._packed[dtype] = self._pack(self.read(), dtype)
+            self._packed[dtype] = self.pack(self.read(), dtype)
         return self._packed[dtype]
 
     def forget(self) -> None:
@@ -96,37 +97,32 @@ class Joined(Matrix):
             yield from part.leaves()
 
 
-class Piece(Matrix):
-    """Rows (dim 0) or columns (dim 1) of another one. Where groups of inputs are cut, they become shorter."""
+class Piece(Leaf):
+    """Rows (dim 0) or columns (dim 1) of another one, packed by itself. Where groups of inputs are cut, they become
+    shorter."""
 
     def __init__(self, whole: Matrix, dim: int, start: int, end: int) -> None:
-        self._whole, self._dim, self._range = whole, dim, slice(start, end)
-        self.shape = (end - start, whole.shape[1]) if dim == 0 else (whole.shape[0], end - start)
+        leaves = [*whole.leaves()]
+        shape = (end - start, whole.shape[1]) if dim == 0 else (whole.shape[0], end - start)
+        super().__init__(shape, [x for leaf in leaves for x in leaf.tensors], self._read_piece, leaves[0].pack)
+        self._whole, self._dim, self._start, self._end = whole, dim, start, end
 
-    def read(self) -> QuantizedWeight:
-        """Raises ValueError if groups would be too short for kernels."""
+    def _read_piece(self) -> QuantizedWeight:
+        """Raises `UnsupportedModelError` if groups would be too short for kernels."""
         numbers, scales, zeros, codebook = self._whole.read()
-        start, end = self._range.start, self._range.stop
-        if self._dim == 0:
-            return QuantizedWeight(
-                numbers[start:end], scales[start:end], zeros if zeros is None else zeros[start:end], codebook
-            )
-        group = numbers.shape[1] // scales.shape[1]
-        short = math.gcd(group, start, end)
-        if short < SHORTEST:
-            raise ValueError(f"a part of a quantized weight has groups of {short} inputs")
+        start, end, group, short = self._start, self._end, numbers.shape[1] // scales.shape[1], 0
+        if self._dim == 1:
+            short = math.gcd(group, start, end)
+            if short < SHORTEST:
+                raise UnsupportedModelError(f"a part of a quantized weight would have groups of {short} inputs")
 
-        def part(of_groups: torch.Tensor) -> torch.Tensor:
-            return of_groups.repeat_interleave(group // short, 1)[:, start // short : end // short]
+        def part(x: torch.Tensor) -> torch.Tensor:
+            if self._dim == 0:
+                return x[start:end]
+            return x.repeat_interleave(group // short, 1)[:, start // short : end // short]
 
-        return QuantizedWeight(numbers[:, start:end], part(scales), None if zeros is None else part(zeros), codebook)
-
-    def values(self, dtype: torch.dtype) -> torch.Tensor:
-        values = self._whole.values(dtype)
-        return values[self._range] if self._dim == 0 else values[:, self._range]
-
-    def leaves(self) -> Iterator[Leaf]:
-        return self._whole.leaves()
+        numbers = numbers[start:end] if self._dim == 0 else numbers[:, start:end]
+        return QuantizedWeight(numbers, part(scales), None if zeros is None else part(zeros), codebook)
 
 
 class QuantizedTensor(torch.Tensor):
@@ -221,9 +217,9 @@ def _select(x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor | None:
 def _slice(
     x: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> QuantizedTensor | None:
-    if step != 1:
-        return None
     start, end, _ = slice(start, end).indices(x.shape[dim])
+    if step != 1 or end <= start:
+        return None
     at = dim % x.dim() - (x.dim() - 2)  # of the last two dimensions
     if at < 0:
         return _like(x, x.matrices[start:end])
@@ -250,9 +246,10 @@ def _grouped_mm(
     """Rows ``[n, in]`` times ``[experts, in, out]``: by one expert after the other, of those that have rows."""
     if not isinstance(weights, QuantizedTensor) or rows.dim() != 2 or offs is None or more or kwargs:
         return None
-    ends = offs.tolist()
+    ends: list[int] = offs.tolist()
     spans = [(i, start, end) for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)) if end > start]
-    return torch.cat([rows[start:end] @ weights[i].values() for i, start, end in spans])
+    products = [rows[start:end] @ weights[i].values() for i, start, end in spans]
+    return torch.cat(products) if products else None
 
 
 def _are_alike(tensors: Sequence[Any]) -> bool:
