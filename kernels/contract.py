@@ -473,7 +473,7 @@ class Backend(Protocol):
         """Layers with gated MLPs, the final norm and the output layer as one object; None: this backend runs a model
         layer by layer. The decoder takes the memory of the linear layers' weights: the tensors are empty afterwards.
 
-        bits: 8, 4, `NF4` or `INT8_ROWS`: quantize the weights. A `QuantizedTensor` keeps its integers.
+        bits: 8, 4, `NF4` or `INT8_ROWS`: quantize the weights. A `LazyWeight` keeps its integers.
         """
         return None
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import tiny
 from mainspring.core.model.learn.verify import paged_logits, random_sequences, schedule
 from mainspring.core.model.learn.whole_match import make_whole
+from mainspring.core.model.load import loader
 from mainspring.core.model.load.loader import load_model
 from mainspring.core.model.load.quantized import BITS, EXPANDED, PackedWeights, has_integers
 from mainspring.core.model.load.quantized_forms import (
@@ -34,10 +35,10 @@ from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import InvalidArgumentError, MainspringError, UnsupportedModelError
 from mainspring.kernels.contract import Backend
 from mainspring.kernels.decoder_contract import FP4, NF4, QuantizedWeight
+from mainspring.kernels.lazy_weight import LazyWeight
 from mainspring.kernels.native import build as native_build
 from mainspring.kernels.native.native_backend import NativeBackend
 from mainspring.kernels.native.weights import FP4_KIND, PackedExperts, PanelWeight, pack_quantized
-from mainspring.kernels.quantized_tensor import QuantizedTensor
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from native_here import why_not
 from quantized_folders import (
@@ -478,7 +479,7 @@ def test_quantized_weights_outside_of_the_layers_are_expanded(native: NativeBack
         save_file({**tensors, **more}, folder / "model.safetensors", metadata={"format": "pt"})
     model, exact = load(path, native), load(plain, native, dtype="float32")
     assert torch.equal(model.parameters.get(name), exact.parameters.get(name).half())
-    left = [x for x in model.model.parameters() if isinstance(x, QuantizedTensor) and x.matrices]
+    left = [x for x in model.model.parameters() if isinstance(x, LazyWeight) and x.matrices]
     assert not left
     assert error_of(logits_of(model, native), logits_of(exact, native)) < 0.05
 
@@ -553,6 +554,23 @@ def test_weights_are_quantized_as_they_are_loaded(
     model = load(path, native, quantization)
     assert {weight.kind for weight in model.whole.decoder.weights.values()} == kinds  # type: ignore[union-attr]
     assert 1e-4 < error_of(logits_of(model, native), logits_of(load(path, native), native)) < error
+
+
+@needs_native
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_experts_that_will_be_rounded_are_not_joined_before(
+    native: NativeBackend, architecture: str, quantization: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.make(architecture, tmp_path)
+    config = ModelConfig(model=str(path), quantization=quantization)
+    model = load_model(config, LoadConfig(), CPU, backend=native)
+    assert sum(isinstance(weight, LazyWeight) for weight in model.model.parameters()) == 2 * 2
+    logits = logits_of(load(path, native, quantization), native)
+    monkeypatch.setattr(loader, "MAPPED", ())
+    model = load_model(config, LoadConfig(), CPU, backend=native)
+    assert not any(isinstance(weight, LazyWeight) for weight in model.model.parameters())
+    assert torch.equal(logits, logits_of(load(path, native, quantization), native))
 
 
 # ------------------------------------------------------------------ refused

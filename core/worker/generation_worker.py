@@ -17,7 +17,7 @@ from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, OutOfMemoryError
 from ...ipc.tokenizer_files import read_files
 from ...kernels.contract import Backend
-from ...kernels.quantized_tensor import empty
+from ...kernels.lazy_weight import empty
 from ..model.learn.fuse import Decision
 from ..model.load.kept_decisions import KeptDecisions
 from ..model.media.features import EncodedItem

@@ -15,7 +15,7 @@ from torch import nn
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
 from ...kernels.contract import Backend, SequenceOffsets
-from ...kernels.quantized_tensor import empty
+from ...kernels.lazy_weight import empty
 from ..memory.updates import LayerGroup
 from ..model.learn.fuse import Decision
 from ..model.load.kept_decisions import KeptDecisions

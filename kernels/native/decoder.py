@@ -24,7 +24,7 @@ from ..decoder_contract import (
     Norm,
     PackedWeight,
 )
-from ..quantized_tensor import Leaf, Matrix, QuantizedTensor, empty
+from ..lazy_weight import LazyWeight, Leaf, Matrix, empty
 from ..reference.reference_backend import ReferenceBackend
 from .choice import NO_TENSOR, NOT_SCORED, choice_words, scoring
 from .mixer import NO_MIXER, NO_NORM, Form, in_fp32, mixer_words, norm_words
@@ -250,6 +250,7 @@ class NativeDecoder:
         )
         weight, rule = mixture.router.weight, mixture.routing
         if rule.precise:  # few products, for which it stays as it is
+            weight = _plain(weight)
             self._held.append(weight)
             router = _LINEAR.pack(0, weight.data_ptr(), *weight.shape, 0, 0)
         else:
@@ -260,8 +261,8 @@ class NativeDecoder:
         )  # fmt: skip
 
     def _experts(self, weight: torch.Tensor, gated: bool, transposed: bool) -> list[PanelWeight]:
-        if isinstance(weight, QuantizedTensor) and weight.turned == transposed:
-            panels = [self._pack_quantized(matrix, weight.dtype, gated) for matrix in weight.matrices]
+        if isinstance(weight, LazyWeight) and weight.turned == transposed:
+            panels = [self._pack_matrix(matrix, weight.dtype, self._bits, gated) for matrix in weight.matrices]
         else:  # no copy where they are transposed: fusing has turned them
             laid = (each.T.contiguous() if transposed else each for each in _plain(weight))
             panels = [pack(self._library, each, gated, release=True, bits=self._bits) for each in laid]
@@ -292,11 +293,13 @@ class NativeDecoder:
         return _LINEAR.pack(*packed.words(), 0 if bias is None else bias.data_ptr())
 
     def _pack(self, weight: torch.Tensor, bits: int | None, gated: bool) -> PanelWeight:
-        if isinstance(weight, QuantizedTensor) and not weight.turned:
-            return self._pack_quantized(weight.matrices[0], weight.dtype, gated)
+        if isinstance(weight, LazyWeight) and not weight.turned:
+            return self._pack_matrix(weight.matrices[0], weight.dtype, bits, gated)
         return pack(self._library, _plain(weight), gated, release=True, bits=bits)
 
-    def _pack_quantized(self, matrix: Matrix, dtype: torch.dtype, gated: bool) -> PanelWeight:
+    def _pack_matrix(self, matrix: Matrix, dtype: torch.dtype, bits: int | None, gated: bool) -> PanelWeight:
+        if not matrix.has_integers:
+            return pack(self._library, matrix.values(dtype), gated, release=True, bits=bits)
         if isinstance(matrix, Leaf) and not gated:
             packed = matrix.packed(dtype)
             assert isinstance(packed, PanelWeight)
@@ -308,7 +311,7 @@ class NativeDecoder:
 
 
 def _plain(weight: torch.Tensor) -> torch.Tensor:
-    return weight.values() if isinstance(weight, QuantizedTensor) else weight.detach()
+    return weight.values() if isinstance(weight, LazyWeight) else weight.detach()
 
 
 def _packed(weight: PackedWeight) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ..contract import AttentionSpec, Backend, Choice, LayerCache, PagedBatch, RowScores, SlopeBias, TableBias
 from ..decoder_contract import Decoder, LayerTensors, Linear, Norm, QuantizedWeight
-from ..quantized_tensor import QuantizedTensor
+from ..lazy_weight import LazyWeight
 from ..reference.reference_backend import ReferenceBackend
 from .build import function, load
 from .choice import choice_words, scoring
@@ -178,7 +178,7 @@ class NativeBackend(Backend):
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """A native product: bits of torch's own depend on the number of rows, and on a processor without bf16
         instructions it is slow in half precision."""
-        if isinstance(weight, QuantizedTensor):
+        if isinstance(weight, LazyWeight):
             weight = weight.values()
         if x.dtype != weight.dtype or x.dtype not in PLAIN or (bias is not None and bias.dtype != x.dtype):
             return F.linear(x, weight, bias)

@@ -33,7 +33,7 @@ from ....ipc.config import LoadConfig, ModelConfig, with_overrides
 from ....ipc.errors import InvalidArgumentError, ModelNotFoundError, UnsupportedModelError
 from ....ipc.mistral_params import read_params
 from ....kernels.contract import AttentionSpec, Backend
-from ....kernels.quantized_tensor import Pack
+from ....kernels.lazy_weight import Pack
 from ....kernels.reference.reference_backend import ReferenceBackend
 from ...parallel.cuts import Cut
 from ...parallel.parallel_backend import ParallelBackend
@@ -62,6 +62,7 @@ from .quantized import (
     EXPANDED,
     already_quantized,
     has_integers,
+    read_experts,
     read_quantized,
     settle_quantization,
 )
@@ -76,6 +77,7 @@ Prepare = Callable[[Sequence[AttentionSpec], torch.dtype], None]
 ENCODER_DECODER: tuple[Any, ...] = (AutoModelForSpeechSeq2Seq, AutoModelForSeq2SeqLM)
 _QUANTIZED = re.compile(r"weight_(scale|packed)|_proj_scale|qweight$|SCB$")  # tensors beside quantized weights
 _UNPICKLING: Any = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]  # of damaged .bin files
+MAPPED = ("auto", "safetensors")  # load formats of files that are mapped
 PROGRESS_DELAY_S = 2.0  # a load shorter than this shows no bar
 
 
@@ -125,7 +127,8 @@ def load_model(
         first = torch.device("cpu") if offload else device
         cuts_of = shards.cuts_of if shards else None
         place = _place(backend, stages)
-        model = build_model(config, model_config, load_config, first, auto, cuts_of, part, place)
+        rounds = model_config.quantization is not None
+        model = build_model(config, model_config, load_config, first, auto, cuts_of, part, place, rounds)
     if form is not None and isinstance(decisions, KeptDecisions):
         decisions.thorough = True  # the final form has other weights
     if part is not None:
@@ -374,17 +377,22 @@ def build_model(
     cuts_of: CutsOf | None = None,
     part: StagePart | None = None,
     place: tuple[int, int] = (0, 1),
+    rounds: bool = False,
 ) -> PreTrainedModel:
     """The model that transformers' class `auto` makes of a checkpoint, or the parts of it that `cuts_of` and `part`
-    name. place: this rank's number, and the number of ranks. Errors as `load_model`."""
+    name. place: this rank's number, and the number of ranks. rounds: its weights will be quantized. Errors as
+    `load_model`."""
     is_part = cuts_of is not None or part is not None
     with _reading_weights(model_config, load_config) as path:
         own = mistral_files(model_config, load_config)
-        if load_config.load_format == "sharded_state" or own:
+        experts = None
+        if rounds and not own and type(config) in auto._model_mapping and load_config.load_format in MAPPED:
+            experts = read_experts(path, model_config.revision or "main", load_config.download_dir)
+        if load_config.load_format == "sharded_state" or own or experts:
             if type(config) not in auto._model_mapping:
                 form = "mistral" if own else "sharded_state"
                 raise UnsupportedModelError(f"load_format {form!r} is for models of transformers' own classes")
-            tensors = read_mistral(own, config) if own else read_parts(Path(path), *place)
+            tensors = experts or (read_mistral(own, config) if own else read_parts(Path(path), *place))
             with reading(cuts_of, part) if is_part else nullcontext():
                 kind = auto._model_mapping[type(config)]
                 found = model_of_tensors(path, kind, config, tensors, model_config, load_config)

@@ -12,13 +12,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ....kernels.quantized_tensor import QuantizedTensor
+from ....kernels.lazy_weight import LazyWeight
 from ...parallel.cuts import Cut
 
 
 def few_values(tensor: torch.Tensor) -> list[float]:
     """At least 8 of its values, of all if it has fewer, from beginning to end. The others are not read."""
-    if isinstance(tensor, QuantizedTensor):
+    if isinstance(tensor, LazyWeight):
         return [value for part in tensor.sample() for value in few_values(part)]
     every = max(1, tensor.numel() // 8)
     if tensor.is_contiguous():

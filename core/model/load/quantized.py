@@ -1,12 +1,13 @@
 """Quantized weights: what was asked for, and what a checkpoint brings.
 
-For a backend that runs a model as a whole with integers, the weights of a quantized checkpoint are `QuantizedTensor`:
+For a backend that runs a model as a whole with integers, the weights of a quantized checkpoint are `LazyWeight`:
 fusing and verification see the values, and the backend gets the integers exactly as they are. Any other one computes
 with plain weights, which take more memory. quantized_forms.py knows how integers are packed.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,11 +23,12 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from ....ipc.errors import InvalidArgumentError, UnsupportedModelError
 from ....kernels.contract import Backend
 from ....kernels.decoder_contract import INT8_ROWS, NF4
-from ....kernels.quantized_tensor import Leaf, Pack, QuantizedTensor
+from ....kernels.lazy_weight import LazyWeight, Leaf, Pack, Plain
 from .quantized_forms import Form, form_of
 
 BITS = {"int8": 8, "int8-dynamic": INT8_ROWS, "int4": 4, "bitsandbytes": NF4}
 """Options that round the weights of a plain checkpoint → what `Backend.decoder` calls it."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")  # in the name of a tensor
 EXPANDED = "the checkpoint's quantized weights are computed with as plain ones, which take more memory"
 
 
@@ -88,14 +90,16 @@ class PackedWeights:
         return iter(self._packed)
 
     def has_numbers(self, name: str) -> bool:
-        """Whether kernels take the weight as it is; else only its values are used."""
-        return self._form.has_numbers(self._packed[name])
+        """Whether kernels take the weight as it is; else only its values are used. A single row is a gate, which they
+        have in fp32."""
+        form, parts = self._form, self._packed[name]
+        return form.has_numbers(parts) and (form.stacked or form.shape(parts)[0] > 1)
 
     def plain(self, name: str) -> torch.Tensor:
         """The values of the weight, in the dtype that the checkpoint would have without quantization, or in fp32."""
         return self._form.plain(self._packed[name])
 
-    def tensor(self, name: str, pack: Pack) -> QuantizedTensor:
+    def tensor(self, name: str, pack: Pack) -> LazyWeight:
         """A weight that `has_numbers`."""
         form, parts = self._form, self._packed[name]
         of_each = [parts]
@@ -103,7 +107,7 @@ class PackedWeights:
             each = zip(*parts.values(), strict=True)
             of_each = [dict(zip(parts, tensors, strict=True)) for tensors in each]
         leaves = [Leaf(form.shape(one), [*one.values()], partial(form.read, one), pack) for one in of_each]
-        return QuantizedTensor(leaves, form.dtype(parts), form.stacked, turned=form.stacked)
+        return LazyWeight(leaves, form.dtype(parts), form.stacked, turned=form.stacked)
 
 
 @dataclass(frozen=True)
@@ -119,8 +123,8 @@ class PlainWeight:
 
 
 def has_integers(model: nn.Module) -> bool:
-    """Whether a weight of it is a `QuantizedTensor`."""
-    return any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
+    """Whether a weight of it is quantized."""
+    return any(isinstance(parameter, LazyWeight) and parameter.has_integers for parameter in model.parameters())
 
 
 def expand_weights(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -129,7 +133,7 @@ def expand_weights(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
     for module in model.modules():
         weights: dict[str, Any] = module._parameters
         for name, weight in weights.items():
-            if isinstance(weight, QuantizedTensor) and weight.matrices:
+            if isinstance(weight, LazyWeight) and weight.matrices:
                 new[id(weight)] = weight, nn.Parameter(weight.values(), requires_grad=False)
                 weight.forget()
             if id(weight) in new:
@@ -146,14 +150,7 @@ def read_quantized(
         OSError: there are no safetensors files.
         UnsupportedModelError: no weight is quantized; or see `PackedWeights`.
     """
-    where: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
-    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **where)
-    files: Any
-    if index is None:
-        files = [cached_file(name, SAFE_WEIGHTS_NAME, **where)]
-    else:
-        files, _ = get_checkpoint_shard_files(name, index, **where)
-    tensors = {key: tensor for file in files for key, tensor in load_file(file).items()}  # it maps, and reads nothing
+    tensors = _mapped(name, revision, cache_dir)
     weights = PackedWeights(tensors, form)
     if not weights.sources:
         raise UnsupportedModelError(f"{name} is quantized ({form.method}) by its config, but holds no such weights")
@@ -164,3 +161,27 @@ def read_quantized(
         else:
             found[key] = PlainWeight(weights, key)
     return {**{key: tensor for key, tensor in tensors.items() if key not in weights.sources}, **found}
+
+
+def read_experts(name: str, revision: str | None, cache_dir: str | None) -> dict[str, torch.Tensor] | None:
+    """All weights of a plain checkpoint, a folder or a hub id, whose experts will be rounded: they are joined when they
+    are used, so that there is never a joined copy of all. None: it has no experts, or no safetensors files."""
+    try:
+        tensors = _mapped(name, revision, cache_dir)
+    except OSError:
+        return None
+    experts = {key: x for key, x in tensors.items() if _EXPERT.search(key) and x.dim() == 2 and x.is_floating_point()}
+    lazy = {key: LazyWeight([Plain(tensor)], tensor.dtype) for key, tensor in experts.items()}
+    return {**tensors, **lazy} if lazy else None
+
+
+def _mapped(name: str, revision: str | None, cache_dir: str | None) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, in the memory of its files. Raises OSError if there are no safetensors files."""
+    where: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
+    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **where)
+    files: Any
+    if index is None:
+        files = [cached_file(name, SAFE_WEIGHTS_NAME, **where)]
+    else:
+        files, _ = get_checkpoint_shard_files(name, index, **where)
+    return {key: tensor for file in files for key, tensor in load_file(file).items()}  # it maps, and reads nothing

@@ -42,7 +42,7 @@ import torch.nn.functional as F
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.decoder_contract import FP4, QuantizedWeight
-from ....kernels.quantized_tensor import SHORTEST
+from ....kernels.lazy_weight import SHORTEST
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 LONGEST = 128  # inputs of a group that kernels take well: inputs are rounded group by group, too

@@ -1,8 +1,9 @@
-"""Weights that are held as integers, and that torch takes for the values that these stand for.
+"""Weights whose values are made when torch needs them: those of quantized checkpoints, which are held as integers, and
+experts that are joined.
 
 A model is learned, fused and verified as if its weights were plain, but values are made for one operation at a time and
 dropped after it. What turns, joins, stacks or cuts such weights gives others of their kind, so that a backend finds
-the integers of whatever a model made of a checkpoint's tensors.
+the integers of whatever a model made of a checkpoint's tensors, and nothing is in memory twice.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..ipc.errors import UnsupportedModelError
+from . import host_memory
 from .decoder_contract import PackedWeight, QuantizedWeight
 
 Pack = Callable[[QuantizedWeight, torch.dtype], PackedWeight]
@@ -25,25 +27,48 @@ _SAMPLED = 8  # weights of a stack
 
 
 class Matrix(ABC):
-    """Quantized weights ``[out, in]``."""
+    """A weight ``[out, in]``."""
 
     shape: tuple[int, int]
+    has_integers = True
 
     @abstractmethod
     def read(self) -> QuantizedWeight:
-        """All of it. It is not kept."""
+        """All of it, if it `has_integers`. It is not kept."""
 
     @abstractmethod
     def values(self, dtype: torch.dtype) -> torch.Tensor:
-        """``[out, in]``, what the integers stand for."""
+        """``[out, in]``. They may be those of the checkpoint's file, and are not to be written to."""
 
     @abstractmethod
-    def leaves(self) -> Iterator[Leaf]:
+    def leaves(self) -> Iterator[Plain | Leaf]:
         """What it is made of."""
 
 
+class Plain(Matrix):
+    """A weight of a plain checkpoint, in the memory of its file."""
+
+    has_integers = False
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        out, inputs = tensor.shape
+        self.shape, self.tensors = (out, inputs), [tensor]
+
+    def read(self) -> QuantizedWeight:
+        raise ValueError("a plain weight has no integers")
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.tensors[0].to(dtype)
+
+    def forget(self) -> None:
+        """Nothing: it holds nothing."""
+
+    def leaves(self) -> Iterator[Plain | Leaf]:
+        yield self
+
+
 class Leaf(Matrix):
-    """A weight of a checkpoint. It is packed by `pack` when its values are first asked for."""
+    """A weight of a quantized checkpoint. It is packed by `pack` when its values are first asked for."""
 
     def __init__(
         self, shape: tuple[int, int], tensors: Sequence[torch.Tensor], read: Callable[[], QuantizedWeight], pack: Pack
@@ -69,7 +94,7 @@ class Leaf(Matrix):
     def forget(self) -> None:
         self._packed = {}
 
-    def leaves(self) -> Iterator[Leaf]:
+    def leaves(self) -> Iterator[Plain | Leaf]:
         yield self
 
 
@@ -79,6 +104,7 @@ class Joined(Matrix):
     def __init__(self, parts: Sequence[Matrix]) -> None:
         self._parts = parts
         self.shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        self.has_integers = all(part.has_integers for part in parts)
 
     def read(self) -> QuantizedWeight:
         """Raises ValueError if they are quantized in different ways."""
@@ -90,9 +116,9 @@ class Joined(Matrix):
         return QuantizedWeight(torch.cat(numbers), torch.cat(scales), joint, codebooks[0])
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.cat([part.values(dtype) for part in self._parts])
+        return host_memory.joined([part.values(dtype) for part in self._parts])
 
-    def leaves(self) -> Iterator[Leaf]:
+    def leaves(self) -> Iterator[Plain | Leaf]:
         for part in self._parts:
             yield from part.leaves()
 
@@ -102,7 +128,8 @@ class Piece(Leaf):
     shorter."""
 
     def __init__(self, whole: Matrix, dim: int, start: int, end: int) -> None:
-        leaves = [*whole.leaves()]
+        """whole: one that `has_integers`."""
+        leaves = [leaf for leaf in whole.leaves() if isinstance(leaf, Leaf)]
         shape = (end - start, whole.shape[1]) if dim == 0 else (whole.shape[0], end - start)
         super().__init__(shape, [x for leaf in leaves for x in leaf.tensors], self._read_piece, leaves[0].pack)
         self._whole, self._dim, self._start, self._end = whole, dim, start, end
@@ -125,7 +152,7 @@ class Piece(Leaf):
         return QuantizedWeight(numbers, part(scales), None if zeros is None else part(zeros), codebook)
 
 
-class QuantizedTensor(torch.Tensor):
+class LazyWeight(torch.Tensor):
     """A weight ``[out, in]``, or those of experts ``[experts, out, in]``. Where it is turned, its last two dimensions
     are the other way round. It can't be written to."""
 
@@ -138,7 +165,7 @@ class QuantizedTensor(torch.Tensor):
     @staticmethod
     def __new__(
         cls, matrices: Sequence[Matrix], dtype: torch.dtype, stacked: bool = False, turned: bool = False
-    ) -> QuantizedTensor:
+    ) -> LazyWeight:
         shape = matrices[0].shape[::-1] if turned else matrices[0].shape
         whole = (len(matrices), *shape) if stacked else shape
         with torch.inference_mode(False):  # as weights are, of which a module may take views
@@ -146,8 +173,13 @@ class QuantizedTensor(torch.Tensor):
         made.matrices, made.stacked, made.turned = list(matrices), stacked, turned
         return made  # type: ignore[no-any-return]
 
+    @property
+    def has_integers(self) -> bool:
+        """Whether it is quantized."""
+        return bool(self.matrices) and all(matrix.has_integers for matrix in self.matrices)
+
     def values(self) -> torch.Tensor:
-        """A usual tensor, contiguous unless it is turned."""
+        """A usual tensor, contiguous unless it is turned. It is not to be written to."""
         made = [matrix.values(self.dtype) for matrix in self.matrices]
         values = torch.stack(made) if self.stacked else made[0]
         return values.mT if self.turned else values
@@ -158,7 +190,7 @@ class QuantizedTensor(torch.Tensor):
             for leaf in matrix.leaves():
                 leaf.forget()
         self.matrices = []
-        self.data = torch.Tensor._make_wrapper_subclass(QuantizedTensor, (0,), dtype=self.dtype)
+        self.data = torch.Tensor._make_wrapper_subclass(LazyWeight, (0,), dtype=self.dtype)
 
     def sample(self) -> list[torch.Tensor]:
         """Tensors of the checkpoint that make up some of it, from beginning to end."""
@@ -170,63 +202,65 @@ class QuantizedTensor(torch.Tensor):
         kwargs = kwargs or {}
         if (take := _OPERATIONS.get(func)) is not None and (made := take(*args, **kwargs)) is not None:
             return made
-        if func._schema.is_mutable and isinstance(args[0], QuantizedTensor):
-            raise TypeError(f"{func} would write to a quantized weight")
-        args, kwargs = tree_map_only(QuantizedTensor, QuantizedTensor.values, (args, kwargs))
+        if func._schema.is_mutable and isinstance(args[0], LazyWeight):
+            raise TypeError(f"{func} would write to a weight that is made when it is used")
+        args, kwargs = tree_map_only(LazyWeight, LazyWeight.values, (args, kwargs))
         return func(*args, **kwargs)
 
 
 def empty(*tensors: torch.Tensor) -> None:
     """Free the memory of `tensors`. The tensor objects stay, so that the weights can be set again."""
     for tensor in tensors:
-        if isinstance(tensor, QuantizedTensor):
+        if isinstance(tensor, LazyWeight):
             tensor.forget()
         else:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
-def _like(x: QuantizedTensor, matrices: Sequence[Matrix], turned: bool | None = None) -> QuantizedTensor:
-    return QuantizedTensor(matrices, x.dtype, x.stacked, x.turned if turned is None else turned)
+def _like(x: LazyWeight, matrices: Sequence[Matrix], turned: bool | None = None) -> LazyWeight:
+    return LazyWeight(matrices, x.dtype, x.stacked, x.turned if turned is None else turned)
 
 
-def _same(x: QuantizedTensor, *_: Any, **__: Any) -> QuantizedTensor:
+def _same(x: LazyWeight, *_: Any, **__: Any) -> LazyWeight:
     return _like(x, x.matrices)
 
 
-def _convert(x: QuantizedTensor, *, dtype: torch.dtype | None = None, **_: Any) -> QuantizedTensor | None:
+def _convert(x: LazyWeight, *, dtype: torch.dtype | None = None, **_: Any) -> LazyWeight | None:
     """To another dtype. No device but the host's is ever asked for."""
     dtype = dtype or x.dtype
-    return QuantizedTensor(x.matrices, dtype, x.stacked, x.turned) if dtype.is_floating_point else None
+    return LazyWeight(x.matrices, dtype, x.stacked, x.turned) if dtype.is_floating_point else None
 
 
-def _turn(x: QuantizedTensor, first: int = 0, second: int = 1) -> QuantizedTensor | None:
+def _turn(x: LazyWeight, first: int = 0, second: int = 1) -> LazyWeight | None:
     last = {first % x.dim(), second % x.dim()} == {x.dim() - 2, x.dim() - 1}
     return _like(x, x.matrices, not x.turned) if last else None
 
 
-def _permute(x: QuantizedTensor, dims: Sequence[int]) -> QuantizedTensor | None:
+def _permute(x: LazyWeight, dims: Sequence[int]) -> LazyWeight | None:
     return _turn(x, -2, -1) if list(dims) == [*range(x.dim() - 2), x.dim() - 1, x.dim() - 2] else None
 
 
-def _select(x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor | None:
+def _select(x: LazyWeight, dim: int, index: int) -> LazyWeight | None:
     if not x.stacked or dim % 3:
         return None
-    return QuantizedTensor([x.matrices[index]], x.dtype, turned=x.turned)
+    return LazyWeight([x.matrices[index]], x.dtype, turned=x.turned)
 
 
 def _slice(
-    x: QuantizedTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> QuantizedTensor | None:
+    x: LazyWeight, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> LazyWeight | None:
     start, end, _ = slice(start, end).indices(x.shape[dim])
     if step != 1 or end <= start:
         return None
     at = dim % x.dim() - (x.dim() - 2)  # of the last two dimensions
     if at < 0:
         return _like(x, x.matrices[start:end])
+    if not x.has_integers:
+        return None
     return _like(x, [Piece(matrix, at ^ x.turned, start, end) for matrix in x.matrices])
 
 
-def _cat(tensors: Sequence[Any], dim: int = 0) -> QuantizedTensor | None:
+def _cat(tensors: Sequence[Any], dim: int = 0) -> LazyWeight | None:
     """Rows of each matrix, one after another."""
     first = tensors[0]
     if not _are_alike(tensors) or dim % first.dim() != first.dim() - 2 + first.turned:
@@ -234,17 +268,17 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> QuantizedTensor | None:
     return _like(first, [Joined(parts) for parts in zip(*(x.matrices for x in tensors), strict=True)])
 
 
-def _stack(tensors: Sequence[Any], dim: int = 0) -> QuantizedTensor | None:
+def _stack(tensors: Sequence[Any], dim: int = 0) -> LazyWeight | None:
     if not _are_alike(tensors) or dim or tensors[0].dim() != 2 or len({x.shape for x in tensors}) > 1:
         return None
-    return QuantizedTensor([x.matrices[0] for x in tensors], tensors[0].dtype, True, tensors[0].turned)
+    return LazyWeight([x.matrices[0] for x in tensors], tensors[0].dtype, True, tensors[0].turned)
 
 
 def _grouped_mm(
     rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor | None = None, *more: Any, **kwargs: Any
 ) -> torch.Tensor | None:
     """Rows ``[n, in]`` times ``[experts, in, out]``: by one expert after the other, of those that have rows."""
-    if not isinstance(weights, QuantizedTensor) or rows.dim() != 2 or offs is None or more or kwargs:
+    if not isinstance(weights, LazyWeight) or rows.dim() != 2 or offs is None or more or kwargs:
         return None
     ends: list[int] = offs.tolist()
     spans = [(i, start, end) for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)) if end > start]
@@ -253,7 +287,7 @@ def _grouped_mm(
 
 
 def _are_alike(tensors: Sequence[Any]) -> bool:
-    if not all(isinstance(x, QuantizedTensor) for x in tensors):
+    if not all(isinstance(x, LazyWeight) for x in tensors):
         return False
     return len({(x.dtype, x.dim(), x.turned, len(x.matrices)) for x in tensors}) == 1
 

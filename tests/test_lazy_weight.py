@@ -13,7 +13,7 @@ from mainspring.core.model.load.parameters import few_values
 from mainspring.core.parallel.cuts import Cut
 from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.kernels.decoder_contract import QuantizedWeight
-from mainspring.kernels.quantized_tensor import Leaf, QuantizedTensor, empty
+from mainspring.kernels.lazy_weight import LazyWeight, Leaf, empty
 
 
 class Values:
@@ -48,12 +48,12 @@ def leaf(out: int, seed: int) -> Leaf:
     return Leaf((out, 384), [weight.numbers, weight.scales], lambda: weight, Values)
 
 
-def matrix(out: int = 384, seed: int = 0) -> QuantizedTensor:
-    return QuantizedTensor([leaf(out, seed)], torch.float32)
+def matrix(out: int = 384, seed: int = 0) -> LazyWeight:
+    return LazyWeight([leaf(out, seed)], torch.float32)
 
 
-def experts(turned: bool = False) -> QuantizedTensor:
-    return QuantizedTensor([leaf(384, seed) for seed in range(3)], torch.float32, stacked=True, turned=turned)
+def experts(turned: bool = False) -> LazyWeight:
+    return LazyWeight([leaf(384, seed) for seed in range(3)], torch.float32, stacked=True, turned=turned)
 
 
 ONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -93,7 +93,7 @@ OF = {
 
 def integers(weight: torch.Tensor) -> torch.Tensor:
     """The values of what a backend finds in it."""
-    assert isinstance(weight, QuantizedTensor)
+    assert isinstance(weight, LazyWeight)
     found = torch.stack([one.read().values() for one in weight.matrices])
     found = found.mT if weight.turned else found
     return (found if weight.dim() == 3 else found[0]).to(weight.dtype)
@@ -104,7 +104,7 @@ def test_what_is_made_of_quantized_weights_has_their_integers(kind: str, name: s
     operation = OF[kind][name]
     weight = matrix() if kind == "matrix" else experts(kind == "turned experts")
     made, plain = operation(weight), operation(weight.values())
-    assert isinstance(made, QuantizedTensor)
+    assert isinstance(made, LazyWeight)
     assert (made.shape, made.dtype) == (plain.shape, plain.dtype)
     assert torch.equal(made.values(), plain)
     assert torch.equal(integers(made), plain)
@@ -126,7 +126,7 @@ def test_everything_else_is_computed_with_the_values(inference: bool) -> None:
             (weight + 1, values + 1),
             (weight.int(), values.int()),
         ):
-            assert not isinstance(made, QuantizedTensor)
+            assert not isinstance(made, LazyWeight)
             assert torch.equal(made, plain)
 
 
@@ -163,18 +163,18 @@ def test_a_cut_may_divide_groups_but_not_into_what_kernels_do_not_take() -> None
 
 def test_weights_quantized_in_different_ways_are_not_joined() -> None:
     other = QuantizedWeight(*quantized(384, 1)[:2], None)
-    joined = torch.cat([matrix(), QuantizedTensor([Leaf((384, 384), [], lambda: other, Values)], torch.float32)])
-    assert isinstance(joined, QuantizedTensor)
+    joined = torch.cat([matrix(), LazyWeight([Leaf((384, 384), [], lambda: other, Values)], torch.float32)])
+    assert isinstance(joined, LazyWeight)
     with pytest.raises(ValueError, match="quantized in different ways"):
         joined.matrices[0].read()
 
 
 def test_a_quantized_weight_is_not_written_to() -> None:
     weight = matrix()
-    with pytest.raises(TypeError, match=r"copy_.* would write to a quantized weight"):
+    with pytest.raises(TypeError, match=r"copy_.* would write to a weight that is made"):
         weight.copy_(torch.zeros(384, 384))
 
 
 def test_few_values_are_those_of_the_checkpoint() -> None:
-    found = [few_values(QuantizedTensor([leaf(384, seed)], torch.float32)) for seed in (0, 0, 1)]
+    found = [few_values(LazyWeight([leaf(384, seed)], torch.float32)) for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
