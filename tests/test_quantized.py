@@ -188,6 +188,19 @@ def test_a_joined_weight_of_which_a_part_is_plain_stays_plain(native: NativeBack
 
 
 @needs_native
+def test_a_warning_says_how_many_weights_become_plain_ones(
+    native: NativeBackend, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, plain, _ = make_quantized(tmp_path, lambda w: awq_of(w, 16 if w.shape[1] == 96 else 32), AWQ)
+    with caplog.at_level(logging.WARNING):
+        model = load(path, native)
+    assert "2 of 14 quantized weights are computed with as plain ones" in caplog.text, "each layer's down"
+    kinds = [weight.kind for weight in model.whole.decoder.weights.values()]  # type: ignore[union-attr]
+    assert kinds.count(4) == 2 * 3
+    assert error_of(logits_of(model, native), logits_of(load(plain, native), native)) < 0.05
+
+
+@needs_native
 def test_weights_that_the_model_lacks_are_left_out(native: NativeBackend, tmp_path: Path) -> None:
     """As plain ones are. Checkpoints bring layers that guess tokens."""
     path, plain, _ = make_awq(tmp_path)

@@ -7,6 +7,7 @@ with plain weights, which take more memory. quantized_forms.py knows how integer
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from ....kernels.contract import Backend
 from ....kernels.decoder_contract import INT8_ROWS, NF4
 from ....kernels.lazy_weight import LazyWeight, Leaf, Pack, Plain
 from .quantized_forms import Form, form_of
+
+logger = logging.getLogger(__name__)
 
 BITS = {"int8": 8, "int8-dynamic": INT8_ROWS, "int4": 4, "bitsandbytes": NF4}
 """Options that round the weights of a plain checkpoint → what `Backend.decoder` calls it."""
@@ -160,6 +163,9 @@ def read_quantized(
             found[key] = weights.tensor(key, pack)
         else:
             found[key] = PlainWeight(weights, key)
+    expanded = sum(isinstance(weight, PlainWeight) for weight in found.values())
+    if 0 < expanded < len(found):
+        logger.warning("%d of %d quantized weights are computed with as plain ones", expanded, len(found))
     return {**{key: tensor for key, tensor in tensors.items() if key not in weights.sources}, **found}
 
 
