@@ -432,8 +432,8 @@ models that a paged cache can't serve, and then compares its logits with the mod
 - **Quantized checkpoints** of AWQ (4 bits, gemm), GPTQ and compressed-tensors (4 and 8 bits), bitsandbytes (4 bits) and
   MXFP4 (gpt-oss) run on native kernels with the numbers that they hold, those of experts too. This needs a model that
   the native kernels run as a whole, rows of weights and groups of multiples of 32 values, symmetric ones of 8 bits, no
-  act-order, and for experts one rank. In place of any other weight the 16-bit one that its numbers stand for is used, and
-  a warning says of how many. FP8 (DeepSeek's blocks, compressed-tensors) always becomes 16-bit weights, and so does
+  act-order, and for experts one rank. In place of any other weight the 16-bit one that its numbers stand for is used,
+  and a warning says of how many. FP8 (DeepSeek's blocks, compressed-tensors) always becomes 16-bit weights, and so does
   everything on other backends.
 - **`quantization`** rounds plain checkpoints, and those of FP8, to `int8`, `int8-dynamic`, `int4` or NF4 of
   `bitsandbytes` at load, for models that the native kernels run as a whole. Adapters may be added to all quantized
