@@ -32,11 +32,11 @@ if TYPE_CHECKING:
         LayerTensors,
         Linear,
         Norm,
-        PackedWeight,
         QuantizedWeight,
         RecurrenceTensors,
         Routing,
     )
+    from .lazy_weight import Packed
 
 CLAMPED = "clamped"
 """The activation of gpt-oss, ``(up + 1) * gate * sigmoid(1.702 * gate)``: gate is at most 7, up from -7 to 7."""
@@ -477,7 +477,7 @@ class Backend(Protocol):
         """
         return None
 
-    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> PackedWeight:
+    def pack(self, weight: QuantizedWeight, dtype: torch.dtype) -> Packed:
         """A weight ``[out, in]`` in the form in which a decoder reads it, for rows of this dtype. Raises ValueError
         for groups that kernels don't take, and unless the backend `packs_integers`."""
         raise ValueError(f"the {self.name} backend packs no integers")

@@ -243,6 +243,10 @@ class Decoder(Protocol):
         """Set the states of each recurrent mixer, as `contract.Scans.mix` takes them: of its convolution and of its
         scan."""
 
+    def move(self, ids: Mapping[int, int]) -> None:
+        """Other tensors have taken the places of some that `Backend.decoder` was given: their ``id`` by that of the
+        old."""
+
     def give_back(self) -> None:
         """Return the memory of the weights to the system. The decoder can't run any more."""
 
@@ -303,6 +307,9 @@ class LayeredDecoder:
 
     def bind_states(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._decoder.bind_states(states)
+
+    def move(self, ids: Mapping[int, int]) -> None:
+        self._decoder.move(ids)
 
     def give_back(self) -> None:
         self._decoder.give_back()

@@ -29,6 +29,8 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """``torch.cat(tensors)``, without a copy where one lies right behind the other, as some do in a checkpoint's file:
     the result then shares their memory, and keeps it."""
     first = tensors[0]
+    if len(tensors) == 1:
+        return first
     kinds = {(one.device.type, one.dtype, one.is_contiguous(), one.shape[1:]) for one in tensors}
     apart = any(one.data_ptr() + one.nbytes != after.data_ptr() for one, after in pairwise(tensors))
     if apart or kinds != {("cpu", first.dtype, True, first.shape[1:])}:
@@ -44,7 +46,7 @@ def give_back(tensor: torch.Tensor) -> None:
     are needed."""
     page = mmap.PAGESIZE
     begin, end = -(-tensor.data_ptr() // page) * page, (tensor.data_ptr() + tensor.nbytes) // page * page
-    if begin < end and tensor.device.type == "cpu" and tensor.is_contiguous() and hasattr(mmap, "MADV_DONTNEED"):
+    if 0 < begin < end and tensor.device.type == "cpu" and tensor.is_contiguous() and hasattr(mmap, "MADV_DONTNEED"):
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
 
 

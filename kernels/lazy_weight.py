@@ -11,16 +11,27 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from ..ipc.errors import UnsupportedModelError
 from . import host_memory
-from .decoder_contract import PackedWeight, QuantizedWeight
+from .decoder_contract import QuantizedWeight
 
-Pack = Callable[[QuantizedWeight, torch.dtype], PackedWeight]
+
+class Packed(Protocol):
+    """A quantized weight in the form in which a backend reads it."""
+
+    def unpack(self) -> torch.Tensor:
+        """``[out, in]``, the values that its integers stand for."""
+
+    def give_back(self) -> None:
+        """Return its memory to the system. It has no values any more."""
+
+
+Pack = Callable[[QuantizedWeight, torch.dtype], Packed]
 """See `Backend.pack`."""
 SHORTEST = 32  # inputs of a group that kernels take
 _SAMPLED = 8  # weights of a stack
@@ -76,7 +87,7 @@ class Leaf(Matrix):
         """tensors: which `read` reads."""
         self.shape, self.tensors = shape, tensors
         self._read, self.pack = read, pack
-        self._packed: dict[torch.dtype, PackedWeight] = {}
+        self._packed: dict[torch.dtype, Packed] = {}
 
     def read(self) -> QuantizedWeight:
         return self._read()
@@ -85,13 +96,21 @@ class Leaf(Matrix):
         packed = next(iter(self._packed.values()), None) or self.packed(dtype)
         return packed.unpack().to(dtype)
 
-    def packed(self, dtype: torch.dtype) -> PackedWeight:
+    def packed(self, dtype: torch.dtype) -> Packed:
         """For rows of this dtype. It is kept until `forget`."""
         if dtype not in self._packed:
             self._packed[dtype] = self.pack(self.read(), dtype)
         return self._packed[dtype]
 
+    def take(self, dtype: torch.dtype) -> Packed:
+        """The same, for the caller to keep."""
+        self.packed(dtype)
+        return self._packed.pop(dtype)
+
     def forget(self) -> None:
+        """Return the memory of what is packed to the system."""
+        for packed in self._packed.values():
+            packed.give_back()
         self._packed = {}
 
     def leaves(self) -> Iterator[Plain | Leaf]:
@@ -109,7 +128,8 @@ class Joined(Matrix):
     def read(self) -> QuantizedWeight:
         """Raises ValueError if they are quantized in different ways."""
         read = [part.read() for part in self._parts]
-        if len({(x.scales.shape[1], x.zeros is None, x.codebook is None) for x in read}) > 1:
+        codes = {None if x.codebook is None else tuple(x.codebook.tolist()) for x in read}
+        if len({(x.scales.shape[1], x.zeros is None) for x in read}) > 1 or len(codes) > 1:
             raise ValueError("weights that a model's kernels join are quantized in different ways")
         numbers, scales, zeros, codebooks = zip(*read, strict=True)
         joint = None if zeros[0] is None else torch.cat(zeros)
@@ -190,7 +210,6 @@ class LazyWeight(torch.Tensor):
             for leaf in matrix.leaves():
                 leaf.forget()
         self.matrices = []
-        self.data = torch.Tensor._make_wrapper_subclass(LazyWeight, (0,), dtype=self.dtype)
 
     def sample(self) -> list[torch.Tensor]:
         """Tensors of the checkpoint that make up some of it, from beginning to end."""
@@ -204,17 +223,15 @@ class LazyWeight(torch.Tensor):
             return made
         if func._schema.is_mutable and isinstance(args[0], LazyWeight):
             raise TypeError(f"{func} would write to a weight that is made when it is used")
+        if func.is_view:
+            # views of what was made outside of inference mode must be made there, too; and they may be of a kind that
+            # is known, once they are taken apart
+            with torch.inference_mode(False):
+                if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return made
+                return func(args[0].values(), *args[1:], **kwargs)
         args, kwargs = tree_map_only(LazyWeight, LazyWeight.values, (args, kwargs))
         return func(*args, **kwargs)
-
-
-def empty(*tensors: torch.Tensor) -> None:
-    """Free the memory of `tensors`. The tensor objects stay, so that the weights can be set again."""
-    for tensor in tensors:
-        if isinstance(tensor, LazyWeight):
-            tensor.forget()
-        else:
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def _like(x: LazyWeight, matrices: Sequence[Matrix], turned: bool | None = None) -> LazyWeight:
@@ -225,10 +242,11 @@ def _same(x: LazyWeight, *_: Any, **__: Any) -> LazyWeight:
     return _like(x, x.matrices)
 
 
-def _convert(x: LazyWeight, *, dtype: torch.dtype | None = None, **_: Any) -> LazyWeight | None:
-    """To another dtype. No device but the host's is ever asked for."""
+def _convert(x: LazyWeight, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> LazyWeight | None:
     dtype = dtype or x.dtype
-    return LazyWeight(x.matrices, dtype, x.stacked, x.turned) if dtype.is_floating_point else None
+    if not dtype.is_floating_point or torch.device(device or "cpu").type != "cpu":
+        return None
+    return LazyWeight(x.matrices, dtype, x.stacked, x.turned)
 
 
 def _turn(x: LazyWeight, first: int = 0, second: int = 1) -> LazyWeight | None:

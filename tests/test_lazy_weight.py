@@ -12,27 +12,25 @@ from torch import nn
 from mainspring.core.model.load.parameters import few_values
 from mainspring.core.parallel.cuts import Cut
 from mainspring.ipc.errors import UnsupportedModelError
+from mainspring.kernels import host_memory
 from mainspring.kernels.decoder_contract import QuantizedWeight
-from mainspring.kernels.lazy_weight import LazyWeight, Leaf, empty
+from mainspring.kernels.lazy_weight import LazyWeight, Leaf
 
 
 class Values:
     """A packed weight that is not packed."""
 
-    made = 0
+    made = given_back = 0
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
         Values.made += 1
         self._values = weight.values().to(dtype)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._values[ids]
-
     def unpack(self) -> torch.Tensor:
         return self._values
 
-    def replace(self, weight: torch.Tensor) -> None:
-        raise NotImplementedError
+    def give_back(self) -> None:
+        Values.given_back += 1
 
 
 def quantized(out: int, seed: int, inputs: int = 384) -> QuantizedWeight:
@@ -99,11 +97,13 @@ def integers(weight: torch.Tensor) -> torch.Tensor:
     return (found if weight.dim() == 3 else found[0]).to(weight.dtype)
 
 
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in OF.items() for name in names])
-def test_what_is_made_of_quantized_weights_has_their_integers(kind: str, name: str) -> None:
+def test_what_is_made_of_quantized_weights_has_their_integers(kind: str, name: str, inference: bool) -> None:
     operation = OF[kind][name]
     weight = matrix() if kind == "matrix" else experts(kind == "turned experts")
-    made, plain = operation(weight), operation(weight.values())
+    with torch.inference_mode(inference):
+        made, plain = operation(weight), operation(weight.values())
     assert isinstance(made, LazyWeight)
     assert (made.shape, made.dtype) == (plain.shape, plain.dtype)
     assert torch.equal(made.values(), plain)
@@ -130,6 +130,38 @@ def test_everything_else_is_computed_with_the_values(inference: bool) -> None:
             assert torch.equal(made, plain)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_views_of_any_kind_can_be_taken(inference: bool) -> None:
+    for weight in (matrix(), experts()):
+        values = weight.values()
+        with torch.inference_mode(inference):
+            for view in (
+                lambda w: w.view(-1, 96),
+                lambda w: w.flatten(),
+                lambda w: w[None],
+                lambda w: w.unsqueeze(-1),
+                lambda w: w.expand(2, *w.shape),
+                lambda w: w.transpose(0, -1),
+                lambda w: torch.stack(w.unbind()),
+                lambda w: torch.cat(w.chunk(2, -1)),
+                lambda w: torch.cat(w.split(100, -2), -2),
+                lambda w: w[..., 3],
+                lambda w: w[1:1],
+                lambda w: w.permute(*reversed(range(w.dim()))),
+            ):
+                assert torch.equal(_plain(view(weight)), view(values))
+
+
+def _plain(weight: torch.Tensor) -> torch.Tensor:
+    return weight.values() if isinstance(weight, LazyWeight) else weight
+
+
+def test_one_weight_is_joined_to_itself() -> None:
+    weight = matrix()
+    assert host_memory.joined([weight]) is weight
+    assert torch.equal(_plain(host_memory.joined([weight, weight])), torch.cat([weight.values()] * 2))
+
+
 def test_grouped_products_need_the_weights_of_experts_that_have_rows() -> None:
     Values.made, weight, rows = 0, experts().to(torch.bfloat16), torch.randn(5, 384).bfloat16()
     out = torch._grouped_mm(rows, weight.mT, offs=torch.tensor([2, 2, 5], dtype=torch.int32))
@@ -139,7 +171,8 @@ def test_grouped_products_need_the_weights_of_experts_that_have_rows() -> None:
 
 
 def test_a_weight_is_packed_when_its_values_are_first_asked_for_and_then_once() -> None:
-    Values.made, weight = 0, experts()
+    Values.made = Values.given_back = 0
+    weight = experts()
     torch.cat([weight.mT, weight.mT], 2)
     few_values(weight)
     assert Values.made == 0
@@ -148,8 +181,8 @@ def test_a_weight_is_packed_when_its_values_are_first_asked_for_and_then_once() 
     assert Values.made == 1
     weight.to(torch.bfloat16).values()
     assert Values.made == 3, "it is the same for another dtype"
-    empty(weight)
-    assert weight.numel() == 0
+    weight.forget()
+    assert Values.given_back == 3
 
 
 def test_a_cut_may_divide_groups_but_not_into_what_kernels_do_not_take() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -215,6 +216,14 @@ def test_ranks_hold_parts_of_quantized_weights(two: RankPool, tmp_path: Path) ->
     assert kinds.count(4) == 2 * 4
     assert first == second
     torch.testing.assert_close(torch.tensor(first), torch.tensor(one), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_products_in_parts_have_the_values_of_quantized_weights(tmp_path: Path) -> None:
+    quantized_path, plain, _ = make_awq(tmp_path)
+    group: Any = OneRank()
+    found = [generate(group, str(path), "native", parts=4)[0] for path in (quantized_path, plain)]
+    assert found[0] == found[1]
 
 
 def test_rows_of_a_whole_parameter_are_set_where_they_are_held(two: RankPool, tmp_path: Path) -> None:

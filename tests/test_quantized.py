@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
-from mainspring.core.model.learn.verify import paged_logits, random_sequences, schedule
+from mainspring.core.model.learn.verify import final_logits, paged_logits, random_sequences, schedule
 from mainspring.core.model.learn.whole_match import make_whole
 from mainspring.core.model.load import loader
 from mainspring.core.model.load.loader import load_model
@@ -106,14 +106,11 @@ class exactly:  # stands for a function
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
         self._values = weight.values().to(dtype)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._values[ids]
-
     def unpack(self) -> torch.Tensor:
         return self._values
 
-    def replace(self, weight: torch.Tensor) -> None:
-        raise NotImplementedError
+    def give_back(self) -> None:
+        pass
 
 
 # ------------------------------------------------------------------ AWQ
@@ -176,6 +173,46 @@ def test_an_awq_checkpoint_runs_with_its_own_numbers(
     else:
         assert torch.equal(down.half(), values[name])
     assert error_of(logits_of(model, native), logits_of(exact, native)) < 0.05, "inputs are rounded to 8 bits"
+
+
+@needs_native
+def test_gate_and_up_that_a_checkpoint_has_merged_run_with_their_numbers(native: NativeBackend, tmp_path: Path) -> None:
+    path, plain, _ = make_awq(tmp_path, "phi3")
+    model = load(path, native)
+    kinds = [weight.kind for weight in model.whole.decoder.weights.values()]  # type: ignore[union-attr]
+    assert kinds.count(4) == 2 * 4
+    assert error_of(logits_of(model, native), logits_of(load(plain, native), native)) < 0.05
+
+
+@needs_native
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_quantized_model_is_read_with_all_its_parameters(
+    native: NativeBackend, quantization: str | None, tmp_path: Path
+) -> None:
+    if quantization is None:
+        path, _, values = make_awq(tmp_path)
+    else:
+        path = tiny.make("mixtral", tmp_path)
+        values = load_file(path / "model.safetensors")
+    model = load(path, native, quantization)
+    with model.unpacked() as whole:
+        found = sum(weight.numel() for weight in whole.parameters())
+        assert not any(isinstance(weight, LazyWeight) for weight in whole.parameters())
+    assert found >= sum(value.numel() for value in values.values())
+    assert all(weight.numel() == 0 for weight in model.model.parameters() if id(weight) in model.parameters.packed)
+
+
+@needs_native
+def test_weights_that_make_keys_of_latents_can_be_set_where_they_were_quantized(
+    native: NativeBackend, tmp_path: Path
+) -> None:
+    sizes = {"q_lora_rank": 64, "kv_lora_rank": 64, "v_head_dim": 32, "moe_intermediate_size": 64}
+    path, _, _ = make_awq(tmp_path, "deepseek_v3", ["mlp.gate.weight", "kv_a_proj"], sizes)
+    model = load(path, native, dtype="float32")
+    before, name = final_logits(model, native), "model.layers.1.self_attn.kv_b_proj.weight"
+    assert not model.is_quantized
+    model.parameters.set(name, model.parameters.get(name) * 2)
+    assert not torch.equal(final_logits(model, native), before)
 
 
 @needs_native
@@ -492,8 +529,7 @@ def test_quantized_weights_outside_of_the_layers_are_expanded(native: NativeBack
         save_file({**tensors, **more}, folder / "model.safetensors", metadata={"format": "pt"})
     model, exact = load(path, native), load(plain, native, dtype="float32")
     assert torch.equal(model.parameters.get(name), exact.parameters.get(name).half())
-    left = [x for x in model.model.parameters() if isinstance(x, LazyWeight) and x.matrices]
-    assert not left
+    assert not any(isinstance(weight, LazyWeight) for weight in model.model.parameters())
     assert error_of(logits_of(model, native), logits_of(exact, native)) < 0.05
 
 

@@ -58,6 +58,7 @@ class ParallelBackend:
         self.gathered = {ids.get(key, key) for key in self.gathered}
         self.output = None if self.output is None else ids.get(self.output, self.output)
         self._held = [weights.get(id(tensor), tensor) for tensor in self._held]
+        self.pieces = {key: pieces for key, pieces in self.pieces.items() if key not in weights}
 
     def add_up(self, weight: torch.Tensor, whole_input: bool) -> None:
         """Products of this weight are partial sums from now on. whole_input: its rows come with all columns, of which

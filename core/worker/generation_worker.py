@@ -17,7 +17,6 @@ from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, OutOfMemoryError
 from ...ipc.tokenizer_files import read_files
 from ...kernels.contract import Backend
-from ...kernels.lazy_weight import empty
 from ..model.learn.fuse import Decision
 from ..model.load.kept_decisions import KeptDecisions
 from ..model.media.features import EncodedItem
@@ -54,6 +53,7 @@ from .worker import (
     Decisions,
     LocalWorker,
     Pending,
+    empty,
     lay_out,
     load_paged,
     lora_limits,
@@ -311,13 +311,13 @@ class GenerationWorker(LocalWorker):
             for model in models:
                 if model.whole is not None:
                     model.whole.decoder.give_back()
-                empty(*tensors_of(model.model))
+                empty(tensors_of(model.model))
                 if model.streamed is not None:
                     model.streamed.sleep(drop=True)
         elif self._copies.asynchronous and not (self._on_host or self._dropped):
             tensors = [x for model in models for x in _resident(model)]
             self._on_host = [(x, self._copies.host_blocks(tuple(x.shape), x.dtype).copy_(x.data)) for x in tensors]
-            empty(*tensors)
+            empty(tensors)
             if self._model.streamed is not None:
                 self._model.streamed.sleep()
         self._collect()

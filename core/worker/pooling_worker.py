@@ -15,7 +15,6 @@ from torch import nn
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError
 from ...kernels.contract import Backend, SequenceOffsets
-from ...kernels.lazy_weight import empty
 from ..memory.updates import LayerGroup
 from ..model.learn.fuse import Decision
 from ..model.load.kept_decisions import KeptDecisions
@@ -34,6 +33,7 @@ from .worker import (
     Decisions,
     LocalWorker,
     Pending,
+    empty,
     fingerprint,
     lay_out,
     lora_limits,
@@ -133,7 +133,7 @@ class PoolingWorker(LocalWorker):
             self._loras.forget()
         if level == 2 or self._device.type == "cuda":
             self._dropped = True
-            empty(*tensors_of(self.model.model))
+            empty(tensors_of(self.model.model))
         self._collect()
 
     def wake(self, weights: bool, kv_cache: bool) -> None:

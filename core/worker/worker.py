@@ -429,6 +429,12 @@ def tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
+def empty(tensors: Sequence[torch.Tensor]) -> None:
+    """Free the memory of `tensors`. The tensor objects stay, so that the weights can be set again."""
+    for tensor in tensors:
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
 def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
     """A digest that identifies weights without reading all of them: it covers each parameter's name, shape, dtype, and
     a few of its values."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from ..decoder_contract import (
     Norm,
     PackedWeight,
 )
-from ..lazy_weight import LazyWeight, Leaf, Matrix, empty
+from ..lazy_weight import LazyWeight, Leaf, Matrix
 from ..reference.reference_backend import ReferenceBackend
 from .choice import NO_TENSOR, NOT_SCORED, choice_words, scoring
 from .mixer import NO_MIXER, NO_NORM, Form, in_fp32, mixer_words, norm_words
@@ -97,6 +97,9 @@ class NativeDecoder:
         self._states = list(states)
         addresses = [tensor.data_ptr() for pair in states for tensor in pair]
         self._library.mainspring_decoder_bind_states(self._handle, struct.pack(f"={len(addresses)}q", *addresses))
+
+    def move(self, ids: Mapping[int, int]) -> None:
+        self.weights = {ids.get(key, key): weight for key, weight in self.weights.items()}
 
     def give_back(self) -> None:
         for weight in self.weights.values():
@@ -267,7 +270,7 @@ class NativeDecoder:
             laid = (each.T.contiguous() if transposed else each for each in _plain(weight))
             panels = [pack(self._library, each, gated, release=True, bits=self._bits) for each in laid]
         self.weights[id(weight)] = PackedExperts(panels, transposed)
-        empty(weight)
+        _empty(weight)
         return panels
 
     def _hold(self, tensor: torch.Tensor, form: Form) -> torch.Tensor:
@@ -285,7 +288,7 @@ class NativeDecoder:
         packed = self.weights.get(id(weight))
         if not isinstance(packed, PanelWeight):
             packed = self.weights[id(weight)] = self._pack(weight, bits, gated)
-            empty(weight)
+            _empty(weight)
         if bias is not None and gated:
             copy = self.weights[id(bias)] = _InterleavedBias(bias)
             bias = copy.memory
@@ -301,13 +304,21 @@ class NativeDecoder:
         if not matrix.has_integers:
             return pack(self._library, matrix.values(dtype), gated, release=True, bits=bits)
         if isinstance(matrix, Leaf) and not gated:
-            packed = matrix.packed(dtype)
+            packed = matrix.take(dtype)
             assert isinstance(packed, PanelWeight)
         else:
             packed = pack_quantized(self._library, matrix.read(), dtype, gated)
         for leaf in matrix.leaves():
             leaf.forget()
         return packed
+
+
+def _empty(weight: torch.Tensor) -> None:
+    """Free the memory of a weight that is packed."""
+    if isinstance(weight, LazyWeight):
+        weight.forget()
+    else:
+        weight.data = torch.empty(0, dtype=weight.dtype)
 
 
 def _plain(weight: torch.Tensor) -> torch.Tensor:

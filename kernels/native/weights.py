@@ -56,6 +56,10 @@ class PanelWeight(NamedTuple):
         """``[out_features, in_features]``, as it was before, or as near as its quantization is."""
         return self.rows(torch.arange(self.out_features))
 
+    def give_back(self) -> None:
+        """Return its memory to the system."""
+        host_memory.give_back(self.memory)
+
     def replace(self, weight: torch.Tensor, release: bool = False) -> None:
         """By another one, ``[out_features, in_features]``. `release`: see `pack`."""
         name, dtype, threads = "quantize" if self.group else "pack", _kind(weight), torch.get_num_threads()

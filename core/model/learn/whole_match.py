@@ -21,7 +21,7 @@ from ....kernels.contract import ROW_MULTIPLE, Backend
 from ....kernels.decoder_contract import AttentionMixer, Decoder, Embedding, GatedMLP, Linear
 from ...parallel.parallel_backend import ParallelBackend
 from ...parallel.stage_model import StagePart
-from ..load.quantized import EXPANDED, expand_weights
+from ..load.quantized import EXPANDED, settle_weights
 from ..run.fused import FusedMixture
 from ..run.paged_model import PagedModel
 from ..run.positions import positions_given, receivers
@@ -61,11 +61,11 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
             raise UnsupportedModelError(f"the weights of {name} can't be quantized: {reason}") from reason
         if model.is_quantized:
             logger.warning("%s: %s", EXPANDED, reason)
-            _expand(model, backend)
+            _settle(model, backend)
             model.is_quantized = False
         model.notes.append(f"layer by layer: {reason}")
         return
-    _expand(model, backend)
+    head = _settle(model, backend, decoder)(head)
     output = decoder.weights[id(head.linear.weight)]
     embedding: Callable[[torch.Tensor], torch.Tensor] = stack.embedding
     if embed_scale is not None:
@@ -90,15 +90,21 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
     model.notes.append(model.verdict[-1])
 
 
-def _expand(model: PagedModel, backend: Backend) -> None:
-    """Compute with plain weights in the place of quantized ones that no decoder has taken."""
-    if not (pairs := expand_weights(model.model)):
-        return
-    new = {id(old): plain for old, plain in pairs}
-    if model.stack is not None:
-        model.stack.layers = tree_map_only(torch.Tensor, lambda x: new.get(id(x), x), model.stack.layers)
-    if isinstance(backend, ParallelBackend):
+def _settle(model: PagedModel, backend: Backend, decoder: Decoder | None = None) -> Callable[[Any], Any]:
+    """Let usual tensors take the places of lazy weights: see `settle_weights`. → What replaces them in a structure."""
+    pairs = settle_weights(model.model)  # it holds the old ones, so that an id means one tensor
+    new = {key: tensor for key, (_, tensor) in pairs.items()}
+
+    def settled(tensors: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda x: new.get(id(x), x), tensors)
+
+    if new and model.stack is not None:
+        model.stack.layers = settled(model.stack.layers)
+    if new and isinstance(backend, ParallelBackend):
         backend.move(new)
+    if new and decoder is not None:
+        decoder.move({key: id(tensor) for key, tensor in new.items()})
+    return settled
 
 
 def _decoder(backend: Backend, stack: StackedDecoder, head: Head, bits: int | None, quantized: bool) -> Decoder | None:

@@ -130,18 +130,21 @@ def has_integers(model: nn.Module) -> bool:
     return any(isinstance(parameter, LazyWeight) and parameter.has_integers for parameter in model.parameters())
 
 
-def expand_weights(model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Put plain weights in the places of all quantized ones but those that a decoder has taken; → old and new ones."""
+def settle_weights(model: nn.Module) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """Put usual tensors in the places of all lazy weights: empty ones where a decoder has taken the weight, else their
+    values. → Old and new one by the ``id`` of the old."""
     new: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():
         weights: dict[str, Any] = module._parameters
         for name, weight in weights.items():
-            if isinstance(weight, LazyWeight) and weight.matrices:
-                new[id(weight)] = weight, nn.Parameter(weight.values(), requires_grad=False)
+            if not isinstance(weight, LazyWeight):
+                continue
+            if id(weight) not in new:
+                values = weight.values() if weight.matrices else torch.empty(0, dtype=weight.dtype)
+                new[id(weight)] = weight, nn.Parameter(values, requires_grad=False)
                 weight.forget()
-            if id(weight) in new:
-                weights[name] = new[id(weight)][1]
-    return [*new.values()]
+            weights[name] = new[id(weight)][1]
+    return new
 
 
 def read_quantized(

@@ -42,7 +42,7 @@ class LatentAttention:
         self._of_keys, self._of_values = self._parts(self.linear.weight.detach())
         self.linear.register_buffer("mainspring_keys", self._of_keys, persistent=False)
         self.linear.register_buffer("mainspring_values", self._of_values, persistent=False)
-        self.linear.weight.data = self.linear.weight.new_empty(0)
+        self.linear.weight = nn.Parameter(self._of_keys.new_empty(0), requires_grad=False)
         self.linear.forward = self._keep  # type: ignore[method-assign]
 
     def _parts(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

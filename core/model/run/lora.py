@@ -198,6 +198,10 @@ class AdaptedDecoder(LayeredDecoder):
         # Adapters outlive the tensors, which are other ones after the weights were dropped and loaded again.
         self.keys = {tensor: number for number, tensor in enumerate(decoder.weights)}
 
+    def move(self, ids: Mapping[int, int]) -> None:
+        super().move(ids)
+        self.keys = {ids.get(key, key): number for key, number in self.keys.items()}
+
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See `Decoder.linear`."""
         return self._adapted.add(self._decoder.linear(x, weight, bias), x, self.keys[id(weight)])
