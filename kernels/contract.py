@@ -32,11 +32,11 @@ if TYPE_CHECKING:
         LayerTensors,
         Linear,
         Norm,
+        Packed,
         QuantizedWeight,
         RecurrenceTensors,
         Routing,
     )
-    from .lazy_weight import Packed
 
 CLAMPED = "clamped"
 """The activation of gpt-oss, ``(up + 1) * gate * sigmoid(1.702 * gate)``: gate is at most 7, up from -7 to 7."""

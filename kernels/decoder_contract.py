@@ -176,6 +176,16 @@ class QuantizedWeight(NamedTuple):
         return found.mul_(self.scales[..., None]).flatten(-2)
 
 
+class Packed(Protocol):
+    """A quantized weight in the form in which a backend reads it."""
+
+    def unpack(self) -> torch.Tensor:
+        """``[out, in]``, the values that its integers stand for."""
+
+    def give_back(self) -> None:
+        """Return its memory to the system. It has no values any more."""
+
+
 class PackedWeight(Protocol):
     """A weight in the form in which a backend reads it."""
 

@@ -11,25 +11,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..ipc.errors import UnsupportedModelError
 from . import host_memory
-from .decoder_contract import QuantizedWeight
-
-
-class Packed(Protocol):
-    """A quantized weight in the form in which a backend reads it."""
-
-    def unpack(self) -> torch.Tensor:
-        """``[out, in]``, the values that its integers stand for."""
-
-    def give_back(self) -> None:
-        """Return its memory to the system. It has no values any more."""
-
+from .decoder_contract import Packed, QuantizedWeight
 
 Pack = Callable[[QuantizedWeight, torch.dtype], Packed]
 """See `Backend.pack`."""
@@ -155,13 +143,13 @@ class Piece(Leaf):
         self._whole, self._dim, self._start, self._end = whole, dim, start, end
 
     def _read_piece(self) -> QuantizedWeight:
-        """Raises `UnsupportedModelError` if groups would be too short for kernels."""
+        """Raises ValueError if groups would be too short for kernels."""
         numbers, scales, zeros, codebook = self._whole.read()
         start, end, group, short = self._start, self._end, numbers.shape[1] // scales.shape[1], 0
         if self._dim == 1:
             short = math.gcd(group, start, end)
             if short < SHORTEST:
-                raise UnsupportedModelError(f"a part of a quantized weight would have groups of {short} inputs")
+                raise ValueError(f"a part of a quantized weight would have groups of {short} inputs")
 
         def part(x: torch.Tensor) -> torch.Tensor:
             if self._dim == 0:
