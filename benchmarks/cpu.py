@@ -240,8 +240,7 @@ def memory_bars(log: Log, model: str, quantization: str | None = None) -> list[B
     over = (found.private if by_private else found.peak) - found.weights - found.kv
     text = (
         f"{found.peak / MB:,.0f} MB at most (private {found.private / MB:,.0f}), {found.settled / MB:,.0f} at the end: "
-        f"KV {found.kv / MB:,.0f}, libraries "
-        f"and files {found.files / MB:,.0f}"
+        f"KV {found.kv / MB:,.0f}, libraries and files {found.files / MB:,.0f}"
     )
     if quantization:
         return [Bar(f"{model} in {quantization}: memory", text, None)]

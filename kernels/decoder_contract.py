@@ -157,9 +157,9 @@ rounded, too."""
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight ``[out, in]`` as integers. Neighbours along ``in`` form groups, and
-    a value is ``scale * (number - zero)`` with the scale and the zero of its group, or ``scale * codebook[number]``.
-    Numbers have 4 bits, or 8 where there are neither zeros nor a codebook: the zero is then 128."""
+    """A weight ``[out, in]`` as integers. Neighbours along ``in`` form groups. A value is ``scale * (number - zero)``,
+    with the scale and the zero of its group, or ``scale * codebook[number]``. Numbers have 4 bits, or 8 where there are
+    neither zeros nor a codebook: the zero is then 128."""
 
     numbers: torch.Tensor  # uint8 [out, in]
     scales: torch.Tensor  # fp32 [out, groups]

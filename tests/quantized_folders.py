@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
+from mainspring.kernels.decoder_contract import QuantizedWeight
 
 GROUP = 32
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
@@ -27,6 +28,22 @@ NORMAL_FLOATS = torch.tensor(
      0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]
 )  # fmt: skip
 Layer = tuple[dict[str, torch.Tensor], torch.Tensor]  # tensors by the end of their names; the weight [out, in]
+
+
+class Values:
+    """A packed weight that is not packed."""
+
+    made = given_back = 0
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        Values.made += 1
+        self._values = weight.values().to(dtype)
+
+    def unpack(self) -> torch.Tensor:
+        return self._values
+
+    def give_back(self) -> None:
+        Values.given_back += 1
 
 
 def pack_columns(numbers: torch.Tensor) -> torch.Tensor:

@@ -14,22 +14,7 @@ from mainspring.core.parallel.cuts import Cut
 from mainspring.kernels import host_memory
 from mainspring.kernels.decoder_contract import QuantizedWeight
 from mainspring.kernels.lazy_weight import LazyWeight, Leaf
-
-
-class Values:
-    """A packed weight that is not packed."""
-
-    made = given_back = 0
-
-    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
-        Values.made += 1
-        self._values = weight.values().to(dtype)
-
-    def unpack(self) -> torch.Tensor:
-        return self._values
-
-    def give_back(self) -> None:
-        Values.given_back += 1
+from quantized_folders import Values
 
 
 def quantized(out: int, seed: int, inputs: int = 384) -> QuantizedWeight:

@@ -47,6 +47,7 @@ from quantized_folders import (
     COMPRESSED,
     FP8,
     GPTQ,
+    Values,
     awq_of,
     bnb_of,
     compressed_of,
@@ -97,20 +98,7 @@ def error_of(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def read(weights: PackedWeights, name: str) -> QuantizedWeight:
-    return weights.tensor(name, exactly).matrices[0].read()
-
-
-class exactly:  # stands for a function
-    """A packed weight that is not packed."""
-
-    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
-        self._values = weight.values().to(dtype)
-
-    def unpack(self) -> torch.Tensor:
-        return self._values
-
-    def give_back(self) -> None:
-        pass
+    return weights.tensor(name, Values).matrices[0].read()
 
 
 # ------------------------------------------------------------------ AWQ
@@ -141,7 +129,7 @@ def test_an_awq_checkpoint_is_built_as_the_plain_model_that_it_stands_for(tmp_pa
     path, plain, values = make_awq(tmp_path)
     (path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
     backend = ReferenceBackend()
-    backend.pack, backend.packs_integers = exactly, True  # type: ignore[method-assign]
+    backend.pack, backend.packs_integers = Values, True  # type: ignore[method-assign]
     model = load_model(ModelConfig(model=str(path)), LoadConfig(), CPU, backend=backend)
     assert has_integers(model.model)
     assert model.dtype == torch.float16
@@ -402,7 +390,7 @@ def test_a_weight_of_mxfp4_is_a_small_float_times_a_power_of_two() -> None:
     weights = PackedWeights({f"a.up_{end}": tensor for end, tensor in tensors.items()}, Mxfp4())
     assert list(weights) == ["a.up"]
     assert torch.equal(weights.plain("a.up"), values.bfloat16())
-    assert torch.equal(weights.tensor("a.up", exactly).values(), values.bfloat16())
+    assert torch.equal(weights.tensor("a.up", Values).values(), values.bfloat16())
     for expert, i, out in [(0, 0, 0), (1, 33, 5), (2, 63, 23)]:  # one by one, from the bits of the file
         byte = int(tensors["blocks"][expert, out, i // 32, i % 32 // 2])
         sign, exponent, mantissa = (bits := byte >> 4 * (i % 2) & 15) >> 3, bits >> 1 & 3, bits & 1
