@@ -1,5 +1,5 @@
-"""Weights whose values are made when torch needs them: those of quantized checkpoints, which are held as integers, and
-experts that are joined.
+"""Weights whose values are made when torch needs them: those of quantized checkpoints, which are held as integers,
+experts that are joined, and those that are widened for a while.
 
 A model is learned, fused and verified as if its weights were plain, but values are made for one operation at a time and
 dropped after it. What turns, joins, stacks or cuts such weights gives others of their kind, so that a backend finds
@@ -181,6 +181,14 @@ class LazyWeight(torch.Tensor):
         made.matrices, made.stacked, made.turned = list(matrices), stacked, turned
         return made  # type: ignore[no-any-return]
 
+    @classmethod
+    def of(cls, weight: torch.Tensor, dtype: torch.dtype) -> LazyWeight:
+        """A weight ``[out, in]`` or ``[experts, out, in]``, plain or lazy, with this dtype when it is used."""
+        if isinstance(weight, LazyWeight):
+            return cls(weight.matrices, dtype, weight.stacked, weight.turned)
+        weight, stacked = weight.detach(), weight.dim() == 3
+        return cls([Plain(each) for each in (weight if stacked else [weight])], dtype, stacked)
+
     @property
     def has_integers(self) -> bool:
         """Whether it is quantized."""
@@ -234,7 +242,7 @@ def _convert(x: LazyWeight, *, dtype: torch.dtype | None = None, device: Any = N
     dtype = dtype or x.dtype
     if not dtype.is_floating_point or torch.device(device or "cpu").type != "cpu":
         return None
-    return LazyWeight(x.matrices, dtype, x.stacked, x.turned)
+    return LazyWeight.of(x, dtype)
 
 
 def _turn(x: LazyWeight, first: int = 0, second: int = 1) -> LazyWeight | None:
@@ -292,6 +300,12 @@ def _grouped_mm(
     return torch.cat(products) if products else None
 
 
+def _embedding(weight: torch.Tensor, indices: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor | None:
+    if not isinstance(weight, LazyWeight) or weight.turned or not isinstance(table := weight.matrices[0], Plain):
+        return None
+    return torch.embedding(table.tensors[0], indices).to(weight.dtype)
+
+
 def _are_alike(tensors: Sequence[Any]) -> bool:
     if not all(isinstance(x, LazyWeight) for x in tensors):
         return False
@@ -311,6 +325,7 @@ _OPERATIONS: dict[Any, Callable[..., torch.Tensor | None]] = {
     _aten.slice.Tensor: _slice,
     _aten.cat.default: _cat,
     _aten.stack.default: _stack,
+    _aten.embedding.default: _embedding,
     _aten._grouped_mm.default: _grouped_mm,
 }
-"""What gives quantized weights, or needs the values of some of them only; None: not of these arguments."""
+"""What gives lazy weights, or needs the values of some of them only; None: not of these arguments."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mainspring.core.model.learn.fuse_match import widened
 from mainspring.core.model.load.parameters import few_values
 from mainspring.core.parallel.cuts import Cut
 from mainspring.kernels import host_memory
@@ -195,3 +197,34 @@ def test_a_quantized_weight_is_not_written_to() -> None:
 def test_few_values_are_those_of_the_checkpoint() -> None:
     found = [few_values(LazyWeight([leaf(384, seed)], torch.float32)) for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(512, 256)
+        self.experts = nn.Parameter(torch.randn(3, 256, 256) / 16)
+        self.norm = nn.LayerNorm(256)
+        self.head = nn.Linear(256, 512)
+        self.head.weight = self.table.weight  # tied
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for weight in self.experts:
+            x = x + F.linear(x, weight)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def test_a_widened_module_computes_in_fp32_and_its_large_weights_are_not_copied() -> None:
+    torch.manual_seed(1)
+    module, ids = Mixture().to(torch.bfloat16), torch.tensor([3, 511, 3])
+    wanted = copy.deepcopy(module).float()(ids)
+    held, rounded = dict(module.named_parameters()), module(ids)
+    with widened(module):
+        assert {x.dtype for x in module.parameters()} == {torch.float32}
+        lazy = {name for name, x in module.named_parameters(remove_duplicate=False) if isinstance(x, LazyWeight)}
+        assert lazy == {"table.weight", "head.weight", "experts"}
+        torch.testing.assert_close(module(ids), wanted)
+    assert all(x is held[name] for name, x in module.named_parameters())
+    assert torch.equal(module(ids), rounded)

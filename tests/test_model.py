@@ -22,6 +22,7 @@ from transformers.masking_utils import (
 import references
 import tiny
 from mainspring.benchmarks.architectures import drive
+from mainspring.core.model.learn import fuse_match
 from mainspring.core.model.learn.fuse_match import LOGITS_TOLERANCE
 from mainspring.core.model.learn.probe import window_of
 from mainspring.core.model.learn.verify import Chunk, paged_logits
@@ -290,9 +291,14 @@ def test_a_convolution_over_the_tokens_is_refused(llama: Path) -> None:
         page(model)
 
 
-def test_where_half_precision_rounds_too_much_fp32_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tiny.make("qwen3", tmp_path, dtype=torch.bfloat16)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("large", [1, fuse_match.LARGE])
+def test_where_half_precision_rounds_too_much_fp32_decides(
+    large: int, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny.make(family, tmp_path, dtype=torch.bfloat16)
     monkeypatch.setitem(LOGITS_TOLERANCE, torch.bfloat16, 1e-6)
+    monkeypatch.setattr(fuse_match, "LARGE", large)
     model = load(path)
     assert any(line.startswith("verified") and line.endswith("in float32") for line in model.explain())
     for name, stored in AutoModelForCausalLM.from_pretrained(path).state_dict().items():

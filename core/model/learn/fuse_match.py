@@ -7,19 +7,22 @@ gives. That shows the formula; rounding in the model's dtype is then compared wi
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import permutations, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils._pytree import tree_map_only
 from transformers.pytorch_utils import Conv1D
 
 from ....kernels.contract import CLAMPED, Backend
 from ....kernels.decoder_contract import Routing
+from ....kernels.lazy_weight import LazyWeight
 from ..run.fused import FusedExperts, FusedMixture, FusedMLP, FusedRMSNorm, FusedRouter, join, linear_of
 from .fuse_observe import SEED, is_plain_linear
 
@@ -31,6 +34,8 @@ rounds two or three times on the way in one order and once in the other; a row o
 # scores, and a router may send a token to another expert, so the middle row is compared there.
 LOGITS_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest difference of logits or final hidden states, see `deviations`."""
+
+LARGE = 1 << 16  # elements of a matrix that is widened when it is used
 
 ROW_COUNTS = (8, 16)  # both multiples of ROW_MULTIPLE: the only counts that are ever run
 
@@ -354,16 +359,36 @@ def deviations(got: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def widened(module: nn.Module) -> Iterator[None]:
-    """Hold every half-precision tensor of `module` in fp32 for a while."""
-    narrow = [(t, t.dtype) for t in (*module.parameters(), *module.buffers()) if t.dtype in LOGITS_TOLERANCE]
+def widened(module: nn.Module, stack: Any = None) -> Iterator[None]:
+    """Hold every half-precision tensor of `module`, and of its `StackedDecoder`, in fp32 for a while. In host memory,
+    large weights are widened anew each time they are used, so that there are never two copies of all."""
+    owned = [(each._parameters, name) for each in module.modules() for name in each._parameters]
+    large = [(weights, name, weight) for weights, name in owned if _is_large(weight := weights[name])]
+    fp32 = {id(weight): nn.Parameter(LazyWeight.of(weight, torch.float32), False) for *_, weight in large}
+    tensors = (*module.parameters(), *module.buffers())
+    narrow = [(t, t.dtype) for t in tensors if t.dtype in LOGITS_TOLERANCE and id(t) not in fp32]
+    layers = stack and stack.layers
     try:
+        for weights, name, weight in large:
+            weights[name] = fp32[id(weight)]
         for tensor, _ in narrow:
             tensor.data = tensor.data.float()
+        if stack:
+            stack.layers = tree_map_only(torch.Tensor, lambda x: fp32.get(id(x), x), layers)
         yield
     finally:
+        for weights, name, weight in large:
+            weights[name] = weight
         for tensor, dtype in narrow:
             tensor.data = tensor.data.to(dtype)
+        if stack:
+            stack.layers = layers
+
+
+def _is_large(weight: torch.Tensor | None) -> TypeGuard[nn.Parameter]:
+    if weight is None or weight.dtype not in LOGITS_TOLERANCE or weight.device.type != "cpu":
+        return False
+    return weight.dim() in (2, 3) and math.prod(weight.shape[-2:]) >= LARGE
 
 
 def _roles(linears: dict[str, nn.Linear]) -> Iterator[tuple[str, str, str]]:

@@ -48,8 +48,8 @@ def verify(model: PagedModel, backend: Backend) -> str:
     """Compare the paged path on `backend` with the model alone; → a line for ``--explain-model``.
 
     Where they differ by too much in half precision, rounding alone may be the reason (seen in models with large
-    scores), and fp32 decides: weights are widened for as long as that takes, which loses nothing but needs the memory,
-    and is not done where they are streamed. Raises `UnsupportedModelError` when they differ in fp32. Leaves
+    scores), and fp32 decides: weights are widened for as long as that takes, which loses nothing, and is not done where
+    they are streamed. Raises `UnsupportedModelError` when they differ in fp32. Leaves
     `model` bound to nothing of use.
     """
     sequences = random_sequences(model)
@@ -63,7 +63,7 @@ def verify(model: PagedModel, backend: Backend) -> str:
     model.verified, model.rounding = (backend, logits), error
     if dtype != torch.float32 and not error <= LOGITS_TOLERANCE[dtype] and model.streamed is None:
         dtype = torch.float32
-        with widened(model.model):
+        with widened(model.model, model.stack):
             error, _ = _difference(model, sequences, ReferenceBackend(), dtype)
     limit = LOGITS_TOLERANCE[dtype]
     if not error <= limit:  # also when it is not a number
