@@ -240,9 +240,8 @@ def _same(x: LazyWeight, *_: Any, **__: Any) -> LazyWeight:
 
 def _convert(x: LazyWeight, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> LazyWeight | None:
     dtype = dtype or x.dtype
-    if not dtype.is_floating_point or torch.device(device or "cpu").type != "cpu":
-        return None
-    return LazyWeight.of(x, dtype)
+    fits = dtype.is_floating_point and torch.device(device or "cpu").type == "cpu"
+    return LazyWeight.of(x, dtype) if fits else None
 
 
 def _turn(x: LazyWeight, first: int = 0, second: int = 1) -> LazyWeight | None:
@@ -255,9 +254,8 @@ def _permute(x: LazyWeight, dims: Sequence[int]) -> LazyWeight | None:
 
 
 def _select(x: LazyWeight, dim: int, index: int) -> LazyWeight | None:
-    if not x.stacked or dim % 3:
-        return None
-    return LazyWeight([x.matrices[index]], x.dtype, turned=x.turned)
+    fits = x.stacked and dim % 3 == 0
+    return LazyWeight([x.matrices[index]], x.dtype, turned=x.turned) if fits else None
 
 
 def _slice(

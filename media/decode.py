@@ -55,8 +55,8 @@ Sampler = Callable[[int, float | None, int, int], Sequence[int]]  # (frames, fps
 
 
 @contextlib.contextmanager
-def _refusing(what: str) -> Iterator[None]:
-    """Turn any error of a decoder into an `InvalidRequestError`."""
+def refusing(what: str, refused: str | None = None) -> Iterator[None]:
+    """Turn any error of a decoder, or of a processor, into an `InvalidRequestError`, which begins with `refused`."""
     try:
         yield
     except MainspringError:
@@ -64,7 +64,8 @@ def _refusing(what: str) -> Iterator[None]:
     except MemoryError:
         raise InvalidRequestError(f"{what} needs more memory than a media worker may use") from None
     except Exception as error:  # Pillow's decoders raise nearly any type: OSError, SyntaxError, struct.error, …
-        raise InvalidRequestError(f"{what} can't be decoded: {type(error).__name__}: {error!s:.200}") from None
+        text = refused or f"{what} can't be decoded"
+        raise InvalidRequestError(f"{text}: {type(error).__name__}: {error!s:.300}") from None
 
 
 def check_pixels(what: str, width: int, height: int, limits: Limits, frames: int = 1) -> None:
@@ -130,7 +131,7 @@ def decode_image(what: str, data: bytes, limits: Limits) -> Image.Image:
     """
     from PIL import ImageOps
 
-    with _refusing(what):
+    with refusing(what):
         image = _open(what, data, IMAGE_FORMATS, limits)
         image.load()
         check_pixels(what, *image.size, limits)
@@ -144,7 +145,7 @@ def decode_video(what: str, data: bytes, sample: Sampler, limits: Limits) -> Fra
         InvalidRequestError: another format, a damaged file, or one over a limit.
         NotSupportedError: a video file, and PyAV is not installed.
     """
-    with _refusing(what):
+    with refusing(what):
         animated = data[:4] == b"GIF8" or data[:8] == b"\x89PNG\r\n\x1a\n" or data[8:12] == b"WEBP"
         return _animation(what, data, sample, limits) if animated else _container(what, data, sample, limits)
 
@@ -228,7 +229,7 @@ def decode_sound(what: str, data: bytes, rate: int, limits: Limits) -> np.ndarra
         NotSupportedError: no WAV file, and soundfile is not installed.
     """
     check_bytes(what, len(data), limits)
-    with _refusing(what):
+    with refusing(what):
         if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
             samples, own_rate = _wav(what, data)
         else:

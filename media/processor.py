@@ -11,16 +11,16 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..ipc.errors import InvalidRequestError, MainspringError, NotSupportedError, UnsupportedModelError
+from ..ipc.errors import InvalidRequestError, NotSupportedError, UnsupportedModelError
 from ..ipc.media_client import TOKEN_KINDS
-from .decode import Frames, facts_of
+from .decode import Frames, facts_of, refusing
 
 OF_TEXT = frozenset(
     {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
@@ -554,17 +554,8 @@ def _agree(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bo
     )
 
 
-@contextlib.contextmanager
-def _refusing(what: str) -> Iterator[None]:
-    try:
-        yield
-    except MainspringError:
-        raise
-    except MemoryError:
-        raise InvalidRequestError(f"the {what} items need more memory than a media worker may use") from None
-    except Exception as error:  # processors raise any type for what they can't take
-        text = f"the checkpoint's processor refuses the {what} items: {type(error).__name__}: {error!s:.300}"
-        raise InvalidRequestError(text) from None
+def _refusing(what: str) -> contextlib.AbstractContextManager[None]:
+    return refusing(f"processing {what}", f"the checkpoint's processor refuses the {what} items")
 
 
 def occurrences(text: str, placeholders: Mapping[str, str]) -> list[tuple[int, str]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import permutations, product
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -362,8 +362,8 @@ def deviations(got: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 def widened(module: nn.Module, stack: Any = None) -> Iterator[None]:
     """Hold every half-precision tensor of `module`, and of its `StackedDecoder`, in fp32 for a while. In host memory,
     large weights are widened anew each time they are used, so that there are never two copies of all."""
-    owned = [(each._parameters, name) for each in module.modules() for name in each._parameters]
-    large = [(weights, name, weight) for weights, name in owned if _is_large(weight := weights[name])]
+    owned = [(m._parameters, *named) for m in module.modules() for named in m.named_parameters(recurse=False)]
+    large = [(weights, name, weight) for weights, name, weight in owned if _is_large(weight)]
     fp32 = {id(weight): nn.Parameter(LazyWeight.of(weight, torch.float32), False) for *_, weight in large}
     tensors = (*module.parameters(), *module.buffers())
     narrow = [(t, t.dtype) for t in tensors if t.dtype in LOGITS_TOLERANCE and id(t) not in fp32]
@@ -385,10 +385,9 @@ def widened(module: nn.Module, stack: Any = None) -> Iterator[None]:
             stack.layers = layers
 
 
-def _is_large(weight: torch.Tensor | None) -> TypeGuard[nn.Parameter]:
-    if weight is None or weight.dtype not in LOGITS_TOLERANCE or weight.device.type != "cpu":
-        return False
-    return weight.dim() in (2, 3) and math.prod(weight.shape[-2:]) >= LARGE
+def _is_large(weight: torch.Tensor) -> bool:
+    is_matrix = weight.dim() in (2, 3) and math.prod(weight.shape[-2:]) >= LARGE
+    return is_matrix and weight.dtype in LOGITS_TOLERANCE and weight.device.type == "cpu"
 
 
 def _roles(linears: dict[str, nn.Linear]) -> Iterator[tuple[str, str, str]]:

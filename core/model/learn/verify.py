@@ -49,8 +49,7 @@ def verify(model: PagedModel, backend: Backend) -> str:
 
     Where they differ by too much in half precision, rounding alone may be the reason (seen in models with large
     scores), and fp32 decides: weights are widened for as long as that takes, which loses nothing, and is not done where
-    they are streamed. Raises `UnsupportedModelError` when they differ in fp32. Leaves
-    `model` bound to nothing of use.
+    they are streamed. Raises `UnsupportedModelError` when they differ in fp32. Leaves `model` bound to nothing of use.
     """
     sequences = random_sequences(model)
     dtype = model.dtype
