@@ -216,6 +216,23 @@ def test_one_plan_serves_many_layers(native: NativeBackend) -> None:
         assert torch.equal(native.run(plan, query, cache), first)
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+def test_a_row_whose_scores_are_no_numbers_gives_none(native: NativeBackend, dtype: torch.dtype, rows: int) -> None:
+    """Also over several ranges of positions, and whatever was computed before."""
+    spec = spec_of()
+    batch, cache = step_of(spec, [(1500, rows), (700, rows), (60, rows)], dtype)
+    query = draw(sum(int(n) for n in batch.qo_indptr.diff()), 4, 64).to(dtype)
+    plan = native.plan(spec, batch, CPU)
+    want = native.run(plan, query, cache).clone()
+    bad = torch.tensor([0, rows, 2 * rows])
+    query[bad] = math.inf
+    got = native.run(plan, query, cache)
+    assert bool(got[bad].isnan().all())
+    rest = torch.ones(len(query), dtype=torch.bool).index_fill(0, bad, False)
+    assert torch.equal(got[rest], want[rest])
+
+
 def test_null_blocks_and_memory_behind_the_end_are_never_read(native: NativeBackend) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         spec = spec_of(2, 2, 24, window=20)

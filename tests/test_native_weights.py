@@ -86,6 +86,18 @@ def test_packing_takes_no_more_memory_and_loses_no_bit(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("at", [0, 3, 40, 95])
+def test_a_row_with_a_value_that_is_no_number_gives_none(library: ctypes.CDLL, dtype: torch.dtype, at: int) -> None:
+    weight, x = draw(64, 96, dtype=dtype), draw(5, 96, seed=1, dtype=dtype)
+    dirty = x.clone()
+    dirty[2, at] = float("nan")
+    for packed in all_kinds(library, weight):
+        got, clean = linear(library, dirty, packed), linear(library, x, packed)
+        assert bool(got[2].isnan().all())
+        assert torch.equal(got[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_quantizing_is_off_by_half_a_step_of_each_group(
     library: ctypes.CDLL, dtype: torch.dtype, shape: tuple[int, int]

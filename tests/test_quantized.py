@@ -37,8 +37,9 @@ from mainspring.kernels.contract import Backend
 from mainspring.kernels.decoder_contract import FP4, NF4, QuantizedWeight
 from mainspring.kernels.lazy_weight import LazyWeight
 from mainspring.kernels.native import build as native_build
+from mainspring.kernels.native import weights as native_weights
 from mainspring.kernels.native.native_backend import NativeBackend
-from mainspring.kernels.native.weights import FP4_KIND, PackedExperts, PanelWeight, pack_quantized
+from mainspring.kernels.native.weights import FP4_KIND, PackedExperts, PanelWeight, pack_quantized, rounded_to_fp4
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from native_here import why_not
 from quantized_folders import (
@@ -411,6 +412,51 @@ def test_experts_of_gpt_oss_run_with_their_own_numbers(native: NativeBackend, dt
     for name, value in values.items():
         assert torch.equal(model.parameters.get(name).bfloat16(), value), name
     assert error_of(logits_of(model, native), logits_of(exact, native)) < 0.05, "inputs are rounded to 8 bits"
+
+
+@needs_native
+@pytest.mark.parametrize("odd", [0, 1, -1])
+def test_experts_of_mxfp4_may_lie_in_memory_in_two_ways(
+    native: NativeBackend, odd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where fp16 has not all scales of one of them; rows for it take more memory than those for others."""
+    path, plain, _ = make_mxfp4(tmp_path)
+    count, made = load(plain, native).config.num_local_experts, 0
+
+    def fits(weight: QuantizedWeight) -> bool:
+        nonlocal made
+        made += 1
+        return (made - 1) % count != odd % count
+
+    exact = logits_of(load(plain, native), native)
+    monkeypatch.setattr(native_weights, "_fits_fp4", fits)
+    model = load(path, native)
+    packed = [w for w in model.whole.decoder.weights.values() if isinstance(w, PackedExperts)]  # type: ignore[union-attr]
+    assert {panel.kind for experts in packed for panel in experts.panels} == {FP4_KIND, NF4}
+    assert error_of(logits_of(model, native), exact) < 0.05, "inputs are rounded to 8 bits"
+
+
+@needs_native
+def test_a_weight_in_mxfp4_that_is_changed_is_rounded_to_it_again(native: NativeBackend, tmp_path: Path) -> None:
+    path, _, values = make_mxfp4(tmp_path)
+    model = load(path, native)
+    before, name = logits_of(model, native), next(iter(values))
+    for factor in (2.0, 0.5):
+        with model.unpacked():
+            model.parameters.slot(name).tensor.data.mul_(factor)
+        assert torch.equal(model.parameters.get(name).bfloat16(), values[name] * (2 if factor > 1 else 1))
+    assert torch.equal(logits_of(model, native), before)
+
+
+def test_fp4_is_rounded_to_the_nearest() -> None:
+    weight = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
+    weight[1, :32], weight[2, 32:64] = 0, torch.tensor(FP4).repeat(2) * 4
+    values = rounded_to_fp4(weight, 32).values()
+    top = weight.unflatten(1, (3, 32)).abs().amax(-1, keepdim=True).expand(5, 3, 32).flatten(1)
+    assert bool(((values - weight).abs() <= top / 3).all())  # between 4 and 6, of 6 at most and more than 3
+    assert torch.equal(values[1, :32], weight[1, :32])
+    assert torch.equal(values[2, 32:64], weight[2, 32:64])
+    assert torch.equal(rounded_to_fp4(values, 32).values(), values)
 
 
 @needs_native

@@ -134,6 +134,7 @@ class Attention {
         if (next_unit) ask_for_queries(*next_unit);
         begin_range(rows);
         std::fill(all_largest_, all_largest_ + rows, -INFINITE);
+        std::fill(all_weights_, all_weights_ + rows, NAN);  // of a row without a score that is a number
         const bool one_range = unit.tile_begin / TILES_PER_RANGE == (unit.tile_end - 1) / TILES_PER_RANGE;
 
         Tile tiles[2];
@@ -416,7 +417,10 @@ class Attention {
 
     // Adds a range's sums to those of the ranges before it. A range of which a row sees nothing changes nothing.
     void join(float& largest_so_far, float& weights, float* sums, float largest, float more_weights, const float* more) {
-        if (largest == -INFINITE) return;
+        if (largest == -INFINITE) {  // no key, or scores that are no numbers
+            if (more_weights != more_weights) largest_so_far = weights = more_weights;
+            return;
+        }
         if (largest_so_far == -INFINITE) {
             largest_so_far = largest, weights = more_weights;
             std::memcpy(sums, more, columns_ * sizeof(float));
@@ -446,7 +450,7 @@ class Attention {
         merge.open.store(merge.units, std::memory_order_relaxed);  // for the next layer
         for (int64_t head = merge.head_begin * group; head < merge.head_end * group; ++head)
             for (int64_t token = merge.row_begin; token < merge.row_end; ++token) {
-                float most = -INFINITE, weights = 0;
+                float most = -INFINITE, weights = NAN;
                 for (int p = 0; p < merge.parts; ++p) {
                     const float* from = part_of(p, token, head / group, head % group);
                     join(most, weights, all_sums_, from[0], from[1], from + 2);

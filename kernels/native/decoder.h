@@ -407,7 +407,7 @@ inline void Decoder::reserve(const StepOf& step) {
         if (layer.mixer.form != Form::attention) mixed = std::max(mixed, layer.mixer.numbers());
         std::vector<const LinearOf*> linears = {&layer.qkv, &layer.output, &layer.gate_up, &layer.down};
         if (const MixtureOf& m = layer.mixture; m.router.N) {
-            linears.insert(linears.end(), {&m.router, &m.gate_up(0), &m.down(0)});
+            linears.insert(linears.end(), {&m.router, &m.gate_up(m.widest_gate_up), &m.down(m.widest_down)});
             mixture = std::max(mixture, MixtureMemory(m, of_.dtype, step.rows, of_.hidden, threads, nullptr).bytes);
             if (layer.gate_up.N) added = of_.hidden;
         }

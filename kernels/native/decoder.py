@@ -37,7 +37,7 @@ PHASES = "norm qkv heads attention mixer output gate_up down experts head choice
 
 # structs of decoder.h, in words of 64 bits
 _LINEAR = struct.Struct("=6q")
-_MIXTURE = struct.Struct("=10qdq")  # of experts.h, without the router
+_MIXTURE = struct.Struct("=10qd3q")  # of experts.h, without the router
 _LAYER = struct.Struct("=11qd")
 _CACHE = struct.Struct("=10q")
 _DECODER = struct.Struct("=3q")
@@ -239,10 +239,10 @@ class NativeDecoder:
         transposed = biases is not None
         gated = not transposed and down.shape[2] % GATE == 0
         places = [[bias[e].data_ptr() for bias in biases] if biases else [0, 0] for e in range(len(down))]
-        experts = zip(self._experts(gate_up, gated, transposed), self._experts(down, False, transposed), strict=True)
+        experts = self._experts(gate_up, gated, transposed), self._experts(down, False, transposed)
         words = b"".join(
             _LINEAR.pack(*panel.words(), bias)
-            for panels, of_expert in zip(experts, places, strict=True)
+            for panels, of_expert in zip(zip(*experts, strict=True), places, strict=True)
             for panel, bias in zip(panels, of_expert, strict=True)
         )
         self._held.append(biases)
@@ -260,7 +260,7 @@ class NativeDecoder:
             router = self._linear(mixture.router, None)
         return router + _MIXTURE.pack(
             ctypes.addressof(held), rule.top_k, rule.normalise, rule.widened, gated, shared_gate,
-            rule.sigmoid, rule.precise, rule.groups, rule.kept, rule.scale, correction,
+            rule.sigmoid, rule.precise, rule.groups, rule.kept, rule.scale, correction, *map(_widest, experts),
         )  # fmt: skip
 
     def _experts(self, weight: torch.Tensor, gated: bool, transposed: bool) -> list[PanelWeight]:
@@ -311,6 +311,11 @@ class NativeDecoder:
         for leaf in matrix.leaves():
             leaf.forget()
         return packed
+
+
+def _widest(experts: Sequence[PanelWeight]) -> int:
+    """The expert whose rows of x take the most memory when they are packed: NF4 and FP4 may occur together."""
+    return next((at for at, panel in enumerate(experts) if panel.kind == NF4), 0)
 
 
 def _empty(weight: torch.Tensor) -> None:

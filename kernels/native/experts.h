@@ -31,6 +31,7 @@ struct MixtureOf {
     int64_t groups, kept;  // groups of experts, and from how many of them experts are chosen
     double scale;  // of shares
     const float* correction;  // [experts], added to the scores that choose; or null
+    int64_t widest_gate_up, widest_down;  // experts for which packed rows of x take the most memory: kinds may differ
     const LinearOf& gate_up(int64_t expert) const { return weights[2 * expert]; }
     const LinearOf& down(int64_t expert) const { return weights[2 * expert + 1]; }
     int64_t pairs(int64_t rows) const { return rows * top_k; }
@@ -46,7 +47,7 @@ struct MixtureMemory {
     MixtureMemory(const MixtureOf& m, Dtype dtype, int64_t rows, int64_t hidden, int threads, char* at) {
         const auto part = [&](size_t size) { return bytes += (size + 63) / 64 * 64, at + bytes - (size + 63) / 64 * 64; };
         const size_t size = size_of(dtype), pairs = m.pairs(rows);
-        const Weight gate_up = m.gate_up(0).weight(), down = m.down(0).weight();
+        const Weight gate_up = m.gate_up(m.widest_gate_up).weight(), down = m.down(m.widest_down).weight();
         logits = part(rows * m.router.N * (m.precise ? sizeof(float) : size));
         shares = (float*)part(pairs * sizeof(float)), chosen = (int32_t*)part(pairs * sizeof(int32_t));
         gathered = part(pairs * hidden * size), inner = part(pairs * (m.gated ? gate_up.N / 2 : gate_up.N) * size);

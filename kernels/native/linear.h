@@ -595,9 +595,11 @@ struct Quantized {
     void pack(const X* x, char* tile, int rows, int r) const {
         for (int g = 0; g < groups(); ++g) {
             const int k0 = g * group, here = std::min(group, K - k0);
-            F32 size = zero();
-            for (int i = 0; i < here; i += LANES)
-                size = max(size, abs(here - i >= LANES ? load(x + k0 + i) : load_n(x + k0 + i, here - i)));
+            F32 size = zero(), bad = zero();  // bad: not a number if a value is none, for which `max` does not serve
+            for (int i = 0; i < here; i += LANES) {
+                const F32 values = here - i >= LANES ? load(x + k0 + i) : load_n(x + k0 + i, here - i);
+                size = max(size, abs(values)), bad = add(bad, sub(values, values));
+            }
             const float top = largest(size);
             const F32 inverse = set(top > 0 ? 127 / top : 0);
             I32 total = set_int(0);
@@ -610,7 +612,7 @@ struct Quantized {
             }
             const float sum_x = sum(to_float(total));  // of whole numbers, far below 2^24: exact
             Scale& scale = ((Scale*)(tile + rows * line_bytes()))[g * rows + r];
-            scale.scale = top / 127;
+            scale.scale = top / 127 + sum(bad);
             if (BITS == 8)
                 scale.minus_zeros = -128 * (int)sum_x;
             else

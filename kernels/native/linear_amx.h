@@ -73,7 +73,6 @@ struct Packed<bf16> {
     // Four neighbouring panels times the only row: the sums that tiles would give, but tiles have no room for so many.
     template <class Done>
     void multiply_four(int p, const char* x, float* sums, char* piece, const Done& done) const {
-        const FlushDenormals flush;
         const size_t panel_bytes = sizeof(bf16) * PANEL * K;
         const char* panel = (const char*)data + p * panel_bytes;
         const I32 upper_half = iset(int(0xffff0000));
@@ -100,11 +99,14 @@ struct Packed<bf16> {
             for (int g = 0; g < 4; ++g)
                 for (int j = 0; j < 2; ++j) all[g][j] = add(all[g][j], add(parts[0][g][j], parts[1][g][j]));
         };
-        const char* w = panel;
-        for (int chunk = 0; chunk < K / TILE_K; ++chunk, w += CHUNK_BYTES) add_chunk(w, panel_bytes);
-        if (K % TILE_K) {
-            for (int g = 0; g < 4; ++g) fill_up(panel + g * panel_bytes, PANEL, K / TILE_K, 1, piece + g * CHUNK_BYTES);
-            add_chunk(piece, CHUNK_BYTES);
+        {
+            const FlushDenormals flush;
+            const char* w = panel;
+            for (int chunk = 0; chunk < K / TILE_K; ++chunk, w += CHUNK_BYTES) add_chunk(w, panel_bytes);
+            if (K % TILE_K) {
+                for (int g = 0; g < 4; ++g) fill_up(panel + g * panel_bytes, PANEL, K / TILE_K, 1, piece + g * CHUNK_BYTES);
+                add_chunk(piece, CHUNK_BYTES);
+            }
         }
         for (int g = 0; g < 4; ++g) {
             store(sums, all[g][0]), store(sums + LANES, all[g][1]);

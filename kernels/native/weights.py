@@ -62,6 +62,9 @@ class PanelWeight(NamedTuple):
 
     def replace(self, weight: torch.Tensor, release: bool = False) -> None:
         """By another one, ``[out_features, in_features]``. `release`: see `pack`."""
+        if self.kind == FP4_KIND:
+            self._pack_numbers(rounded_to_fp4(weight, self.group))
+            return
         name, dtype, threads = "quantize" if self.group else "pack", _kind(weight), torch.get_num_threads()
         rows = self.out_features if self.group == 0 else -(-self.out_features // _PANEL) * _PANEL  # of its memory
         step = rows if self.gated else _PIECE_BYTES // (_PANEL * weight[0].nbytes) * _PANEL + _PANEL
@@ -72,6 +75,17 @@ class PanelWeight(NamedTuple):
             self._replace(memory=memory, out_features=len(part))._call(name, own.data_ptr(), dtype, threads)
             if release:
                 host_memory.give_back(part)
+
+    def _pack_numbers(self, weight: QuantizedWeight) -> None:
+        q, scales, more, codebook = weight
+        if self.kind == FP4_KIND:
+            scales, more = scales / 2, torch.full_like(scales, 12)
+        elif codebook is not None:
+            more = codebook
+        q, scales = q.contiguous(), scales.float().contiguous()
+        more = None if more is None else more.float().contiguous()
+        at = 0 if more is None else more.data_ptr()
+        self._call("pack_quantized", q.data_ptr(), scales.data_ptr(), at, torch.get_num_threads())
 
     def _call(self, name: str, *arguments: int) -> None:
         _call(self.kernels, name, *self.words(), self.gated, *arguments)
@@ -138,15 +152,22 @@ def pack_quantized(
     group = q.shape[1] // scales.shape[1]
     if group * scales.shape[1] != q.shape[1] or group % GROUPS[-1]:
         raise ValueError(f"{q.shape[1]} values in {scales.shape[1]} groups; a group must be a multiple of {GROUPS[-1]}")
-    more = zeros if codebook is None else codebook
-    kind = 8 if more is None else 4 if codebook is None else NF4
+    kind = NF4 if codebook is not None else 8 if zeros is None else 4
     if not gated and _fits_fp4(weight):
-        kind, scales, more = FP4_KIND, scales / 2, torch.full_like(scales, 12)
+        kind = FP4_KIND
     packed = _allocate(library, q, kind, group, dtype, gated)
-    q, scales, more = q.contiguous(), scales.float().contiguous(), None if more is None else more.float().contiguous()
-    at = 0 if more is None else more.data_ptr()
-    packed._call("pack_quantized", q.data_ptr(), scales.data_ptr(), at, torch.get_num_threads())
+    packed._pack_numbers(weight)
     return packed
+
+
+def rounded_to_fp4(weight: torch.Tensor, group: int) -> QuantizedWeight:
+    """The nearest numbers of `FP4`; the scale of each group is the smallest power of 2 that leaves none beyond them."""
+    grouped = weight.float().unflatten(1, (-1, group))
+    least = torch.tensor(2.0**-23)  # whose half fp16 has
+    scales = torch.exp2((grouped.abs().amax(-1) / FP4[7]).maximum(least).log2().ceil()).clamp_max(2.0**16)
+    steps = torch.tensor(FP4[:8])
+    size = torch.bucketize((grouped.abs() / scales[..., None]).contiguous(), (steps[1:] + steps[:-1]) / 2)
+    return QuantizedWeight((size + 8 * (grouped < 0)).flatten(1).byte(), scales, None, torch.tensor(FP4))
 
 
 def _fits_fp4(weight: QuantizedWeight) -> bool:
