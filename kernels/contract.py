@@ -333,6 +333,7 @@ class Backend(Protocol):
     heads_first: bool  # a block holds one head after the other, of each the keys and then the values
     scans: Scans
     packs_integers: bool = False  # of quantized checkpoints; else these are loaded as plain ones
+    knows_ids: bool = False  # what it makes of a weight goes by its ``id``, so that none may be replaced unnoticed
 
     def refuses(self, spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
         """The reason why this backend does not serve such attention with queries of `dtype` and a cache of `kv_dtype`,

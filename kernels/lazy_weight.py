@@ -225,7 +225,7 @@ class LazyWeight(torch.Tensor):
             with torch.inference_mode(False):
                 if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
                     return made
-                return func(args[0].values(), *args[1:], **kwargs)
+                return func(args[0].values().contiguous(), *args[1:], **kwargs)
         args, kwargs = tree_map_only(LazyWeight, LazyWeight.values, (args, kwargs))
         return func(*args, **kwargs)
 

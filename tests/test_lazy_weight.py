@@ -16,6 +16,7 @@ from mainspring.core.parallel.cuts import Cut
 from mainspring.kernels import host_memory
 from mainspring.kernels.decoder_contract import QuantizedWeight
 from mainspring.kernels.lazy_weight import LazyWeight, Leaf
+from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from quantized_folders import Values
 
 
@@ -221,7 +222,7 @@ def test_a_widened_module_computes_in_fp32_and_its_large_weights_are_not_copied(
     module, ids = Mixture().to(torch.bfloat16), torch.tensor([3, 511, 3])
     wanted = copy.deepcopy(module).float()(ids)
     held, rounded = dict(module.named_parameters()), module(ids)
-    with widened(module):
+    with widened(module, ReferenceBackend()):
         assert {x.dtype for x in module.parameters()} == {torch.float32}
         lazy = {name for name, x in module.named_parameters(remove_duplicate=False) if isinstance(x, LazyWeight)}
         assert lazy == {"table.weight", "head.weight", "experts"}

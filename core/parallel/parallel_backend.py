@@ -28,6 +28,8 @@ class ParallelBackend:
         homes: if each rank has requests of its own, and some of the experts.
     """
 
+    knows_ids = True
+
     def __init__(
         self,
         backend: Backend | AdaptedBackend,

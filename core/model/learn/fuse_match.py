@@ -359,26 +359,27 @@ def deviations(got: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def widened(module: nn.Module, stack: Any = None) -> Iterator[None]:
+def widened(module: nn.Module, backend: Backend, stack: Any = None) -> Iterator[None]:
     """Hold every half-precision tensor of `module`, and of its `StackedDecoder`, in fp32 for a while. In host memory,
-    large weights are widened anew each time they are used, so that there are never two copies of all."""
-    owned = [(m._parameters, *named) for m in module.modules() for named in m.named_parameters(recurse=False)]
-    large = [(weights, name, weight) for weights, name, weight in owned if _is_large(weight)]
+    large weights are widened anew each time they are used, so that there are never two copies of all; but not where
+    `backend` knows weights by their ids."""
+    owned = [(m, *named) for m in module.modules() for named in m.named_parameters("", False, False)]
+    large = [each for each in owned if _is_large(each[2]) and not backend.knows_ids]
     fp32 = {id(weight): nn.Parameter(LazyWeight.of(weight, torch.float32), False) for *_, weight in large}
     tensors = (*module.parameters(), *module.buffers())
     narrow = [(t, t.dtype) for t in tensors if t.dtype in LOGITS_TOLERANCE and id(t) not in fp32]
     layers = stack and stack.layers
     try:
-        for weights, name, weight in large:
-            weights[name] = fp32[id(weight)]
+        for owner, name, weight in large:
+            setattr(owner, name, fp32[id(weight)])
         for tensor, _ in narrow:
             tensor.data = tensor.data.float()
         if stack:
             stack.layers = tree_map_only(torch.Tensor, lambda x: fp32.get(id(x), x), layers)
         yield
     finally:
-        for weights, name, weight in large:
-            weights[name] = weight
+        for owner, name, weight in large:
+            setattr(owner, name, weight)
         for tensor, dtype in narrow:
             tensor.data = tensor.data.to(dtype)
         if stack:

@@ -345,7 +345,7 @@ class _Matching:
         error = self._error_of_logits(StackedDecoder(self.model, options, self.backend))
         limit = LOGITS_TOLERANCE[self.model.dtype]
         if not error <= limit and self.model.dtype != torch.float32:
-            with widened(self.model):
+            with widened(self.model, self.backend):
                 error = self._error_of_logits(StackedDecoder(self.model, options, ReferenceBackend()))
             limit = LOGITS_TOLERANCE[torch.float32]
         if not error <= limit:

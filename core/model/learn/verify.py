@@ -62,7 +62,7 @@ def verify(model: PagedModel, backend: Backend) -> str:
     model.verified, model.rounding = (backend, logits), error
     if dtype != torch.float32 and not error <= LOGITS_TOLERANCE[dtype] and model.streamed is None:
         dtype = torch.float32
-        with widened(model.model, model.stack):
+        with widened(model.model, backend, model.stack):
             error, _ = _difference(model, sequences, ReferenceBackend(), dtype)
     limit = LOGITS_TOLERANCE[dtype]
     if not error <= limit:  # also when it is not a number

@@ -43,7 +43,7 @@ def verify_media(
     limit = QUANTIZED_LIMIT if model.is_quantized else LOGITS_TOLERANCE[dtype]
     if dtype != torch.float32 and not error <= limit and model.streamed is None and model.whole is None:
         wide: Any = tree_map_only(torch.Tensor, lambda x: x.float() if x.is_floating_point() else x, list(items))
-        with widened(model.model, model.stack):
+        with widened(model.model, backend, model.stack):
             assert model.merger is not None
             merged = model.merger.merge(ids, wide)
             error, limit = _difference(model, ReferenceBackend(), ids, wide, merged, torch.float32), 1.0
