@@ -252,7 +252,9 @@ class EngineCore:
             arrival = now - min(max(0.0, message.age_s), MAX_AGE_S)
             request = Request(message, frontend, arrival, self._most_tokens, key, connection.salt)
             request.timed = not message.age_s > MAX_AGE_S
-            request_limits.check(self.config.scheduler_config, self.scheduler.fair, request, message.resumed)
+            limits = self.config.scheduler_config
+            cores = max(self.config.parallel_config.num_cores, 2 if message.moved_from else 1)
+            request_limits.check(limits, self.scheduler.fair, request, message.resumed, cores)
             waits = self._prepare(request, message, connection.caller.owner)
             if message.prompt_embeds is not None and embeds is not None:
                 dtypes = message.prompt_embeds.dtype, self.model.dtype
@@ -316,7 +318,7 @@ class EngineCore:
             message = msgspec.convert(values, AddRequest)
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"a request is given wrongly: {error}") from None
-        self._checks.check(message)
+        self._checks.check(message, complete=False)
         request, checked = Request(message, caller.frontend, 0.0, self._most_tokens), Future[None]()
         checked.add_done_callback(lambda _: self._drop_what_it_named(request))
         waits = self._prepare(request, message, caller.owner)

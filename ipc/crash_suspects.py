@@ -54,7 +54,8 @@ class CrashSuspects:
         """
         accused = journal.accused()
         self.settle(journal, dict.fromkeys(self.suspects, 0) if told is None else dict(told))
-        self.suspects |= {one.key: one.position for one in accused}
+        for one in accused:  # twice, if it was in two steps
+            self.suspects[one.key] = max(one.position, self.suspects.get(one.key, 0))
         strikes = {}
         for key, position, solo in accused:
             if not solo:

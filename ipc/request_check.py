@@ -36,12 +36,12 @@ class RequestCheck(NamedTuple):
     accepts_embeddings: bool = True
     max_carried: int = 2**31 - 1  # log probabilities of one token that fit in a step's outputs
 
-    def check(self, message: AddRequest) -> None:
-        """Check all that can be checked without the state of the core."""
+    def check(self, message: AddRequest, complete: bool = True) -> None:
+        """Check all that can be checked without the state of the core. One that is not complete has no media."""
         self._check_task(message.pooling)
         self.check_adapters(message.lora, message.prompt_adapter)
         self._check_prompt(message)
-        if message.media or self.model.encoder_input:
+        if complete and (message.media or self.model.encoder_input):
             self._check_media(message)
         self._check_tokens(message)
         self._check_sampling(message.sampling)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mainspring.ipc.crash_suspects import CrashSuspects
-from mainspring.ipc.journal import Journal
+from mainspring.ipc.journal import STEPS, Journal
 
 SEGV, KILL = ("by signal SIGSEGV", False), ("by signal SIGKILL", True)
 
@@ -65,6 +65,13 @@ def test_a_death_in_a_step_makes_its_requests_suspects_however_often_and_no_more
 def test_all_steps_in_flight_are_accused(cores: Cores) -> None:
     cores.die([1, 2], [3])
     assert cores.suspects == {1, 2, 3}
+
+
+def test_of_two_steps_in_flight_the_later_one_says_which_token_clears_it(cores: Cores) -> None:
+    for number, position in ((STEPS - 1, 4), (STEPS, 5)):  # the later one is noted in the first place
+        cores.journal.launched(number, np.array([1], np.uint64), np.array([position]), False)
+    cores.blame.crashed(cores.journal, *SEGV)
+    assert cores.blame.suspects == {1: 5}
 
 
 def test_a_suspect_that_has_brought_a_token_is_none_any_more(cores: Cores) -> None:

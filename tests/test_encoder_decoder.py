@@ -25,6 +25,7 @@ from mainspring import (
     ExplicitEncoderDecoderPrompt,
     LLMEngine,
     SamplingParams,
+    StructuredOutputsParams,
 )
 from mainspring.benchmarks import architectures_media
 from mainspring.core.model.load.loader import page
@@ -327,3 +328,12 @@ def test_an_item_whose_keys_are_wrong_is_refused(model: Model, monkeypatch: pyte
         (output,) = run(engine, {"a": model.prompt("a:hello")}).values()
         assert output.outputs[0].finish_reason == "error"
         assert "gives other logits" in str(output.outputs[0].error)
+
+
+def test_answers_in_a_form_are_checked_before_they_are_asked_for(model: Model) -> None:
+    """The core is asked whether it can have requests of this form, without what the encoder reads."""
+    with LLM(str(model.folder), **SIZES) as llm:
+        form = StructuredOutputsParams(choice=["yes", "no"])
+        params = SamplingParams(temperature=0, max_tokens=8, structured_outputs=form)
+        found = llm.generate([model.prompt("a:"), model.prompt("b:")], params, use_tqdm=False)
+    assert {one.outputs[0].text for one in found} <= {"yes", "no"}

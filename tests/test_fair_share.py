@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -290,6 +291,21 @@ def test_a_frontend_keeps_its_charged_share_over_a_pause() -> None:
     assert fair.of(0).served == 500.0
 
 
+def test_one_that_is_alone_starts_level_with_those_that_were_served_before() -> None:
+    fair = share()
+    for frontend in (0, 1):
+        fair.register(frontend)
+    last = request(0, 0)
+    enter(fair, last)
+    fair.charge(np.bincount([0], weights=[900]))
+    fair.end(last)
+    for handle in range(3):
+        enter(fair, request(handle, 1))
+    enter(fair, request(1, 0))
+    assert (fair.of(0).served, fair.of(1).served) == (900, 900)
+    assert 0 in [frontend for frontend, _ in order(fair)[:2]]
+
+
 def test_a_finished_request_is_passed_over() -> None:
     fair = share()
     fair.register(0)
@@ -358,4 +374,20 @@ def test_requests_that_need_most_of_the_pool_do_not_take_it_from_one_another_for
         for _ in range(steps):
             engine.step()
     engine.run(2_000)
+    engine.check_outputs()
+
+
+def test_a_request_with_an_adapter_leaves_its_slot_when_its_frontend_has_no_credit() -> None:
+    """Others may wait for the adapter's place."""
+    engine = Engine(weights=(1, 1), max_num_seqs=4)
+    engine.add(tokens(5, 1), 8, frontend=1)
+    engine.add(tokens(6, 2), 8, frontend=1)
+    engine.step()
+    one, two = engine.scheduler.fair.of(1).running.values()
+    one.lora = cast(Any, object())
+    engine.set_credit(1, False)
+    assert (one.slot, two.slot >= 0) == (-1, True)
+    one.lora = None
+    engine.set_credit(1, True)
+    engine.run()
     engine.check_outputs()

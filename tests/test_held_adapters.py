@@ -8,6 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from harness import StandInWorker, message, run_core
+from mainspring.core.features.adapter_slots import PATIENCE_STEPS, LoRAs
 from mainspring.core.loop import EngineCore
 from mainspring.core.plan.control import AdapterFacts, DropAdapter, PrepareAdapter, PrepareGrammar
 from mainspring.core.plan.request import LoRAName, Request
@@ -105,3 +106,24 @@ def test_an_adapter_that_not_all_ranks_could_read_is_dropped_by_all() -> None:
     [(_, finished)] = run_core(core).values()
     assert finished.error == "InvalidRequestError"
     assert worker.held == []
+
+
+def test_one_without_credit_holds_nobody_up() -> None:
+    """It has waited for a place for so long that others with the adapter that has one must wait, too."""
+    loras = LoRAs(1, 2, tuple, lambda request: None, lambda number: None)
+
+    def request_with(name: str) -> Request:
+        adapter = Adapter(1, name, f"/{name}")
+        request = Request(message(0, lora=adapter), 0, 0.0, 64)
+        request.use_lora(LoRAName(name.encode(), adapter))
+        return request
+
+    running, first, third = map(request_with, "aba")
+    assert loras.put(b"a", 1)
+    assert loras.put(b"b", 2)
+    loras.got_slot(running)
+    assert not loras.may_run(first, 0, True)
+    assert loras.may_run(third, PATIENCE_STEPS - 1, True)
+    assert not loras.may_run(third, PATIENCE_STEPS, True)
+    loras.has_credit = lambda request: request is not first
+    assert loras.may_run(third, PATIENCE_STEPS, True)

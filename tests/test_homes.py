@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import pooled
 import references
 import tiny
+from harness import Engine, message
 from mainspring import EngineArgs, LLMEngine, SamplingParams
 from mainspring.core.memory.home_caches import HomeCaches
 from mainspring.core.parallel.homes import part_of, places_of_wanted
@@ -194,3 +195,17 @@ def test_rows_come_back_in_the_order_of_the_step(data: st.DataObject) -> None:
         padded.append(len(picked) + more[rank])
     found = np.array(collected, np.int64)[places_of_wanted(homes, counts, wanted, padded)]
     assert found.tolist() == wanted.tolist()
+
+
+def test_a_slot_that_changes_homes_in_a_step_has_the_blocks_of_its_new_request_only() -> None:
+    kv = Engine(homes=2, block_size=4, num_blocks=16).kv
+    old, new = (Request(message(handle), 0, 0.0, 64) for handle in range(2))
+    for request, home in ((old, 1), (new, 0)):
+        kv.find_prefix(request)
+        request.home, request.slot = home, 3
+        kv.take_prefix(request)
+        assert kv.extend(request, 0, 12)
+        if request is old:
+            kv.free(old)
+    found = kv.take_updates()
+    assert [list(column) for column in found] == [[0] * 3, [3] * 3, [0, 1, 2], new.tables[0]]

@@ -3,7 +3,7 @@ later."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,11 +12,17 @@ import pytest
 from harness import Finished, make_core, message, run_core
 from mainspring.core import loop
 from mainspring.core.loop import MAX_CALLS, EngineCore
+from mainspring.core.plan import request_limits
 from mainspring.core.plan.control import PrepareGrammar
+from mainspring.core.plan.fair_share import FairShare
+from mainspring.core.plan.request import Request
 from mainspring.core.plan.step import PROMPT_LOGITS
 from mainspring.ipc import codec
+from mainspring.ipc.config import SchedulerConfig
 from mainspring.ipc.errors import OverloadedError
 from mainspring.ipc.messages import AddRequest, Sampling
+
+LIMITS = SchedulerConfig(max_requests_per_frontend=1)
 
 
 def core_with(frontends: int = 2, **limits: Any) -> EngineCore:
@@ -90,6 +96,23 @@ def test_only_the_limits_of_its_own_frontend_bind_a_resumed_request(limit: str, 
     for handle in range(2):
         core.add_request(0, message(handle, resumed=True))
     assert [finished.handle for finished in refused(core)] == ([1] if binds else [])
+
+
+def test_a_resumed_request_may_come_from_another_core_that_had_as_many() -> None:
+    fair = FairShare(False, 8, 64, Counter())
+    fair.register(0)
+
+    def new(handle: int) -> Request:
+        return Request(message(handle), 0, 0.0, 1024)
+
+    for handle in range(3):
+        request_limits.check(LIMITS, fair, new(handle), resumed=True, cores=3)
+        fair.add(new(handle))
+    with pytest.raises(OverloadedError, match="this frontend has 3 requests in flight"):
+        request_limits.check(LIMITS, fair, new(3), resumed=True, cores=3)
+    fair.end(fair.of(0).requests[0])
+    with pytest.raises(OverloadedError, match="this frontend has 2 requests in flight"):
+        request_limits.check(LIMITS, fair, new(3), resumed=False, cores=3)
 
 
 @pytest.mark.parametrize("limit", ["max_tokens_per_frontend", "max_tokens_in_flight"])

@@ -38,6 +38,7 @@ class LoRAs(Feature):
         unload: Callable[[int], None],
     ) -> None:
         self._kept, self._pinned, self._missing, self._unload = kept, pinned, missing, unload
+        self.has_credit: Callable[[Request], bool] = lambda request: True  # whether its frontend has
         self._loaded: OrderedDict[bytes, int] = OrderedDict()  # the worker's number of each
         self._left: dict[int, None] = {}  # the latest unloaded numbers, oldest first (an ordered set)
         self._free = list(range(places, 0, -1))
@@ -107,7 +108,7 @@ class LoRAs(Feature):
         digest = request.lora.digest
         if self._first is not None:
             first, since = self._first
-            if first.finished or first.lora is None or first.lora.digest in self._running:
+            if first.finished or first.lora is None or first.lora.digest in self._running or not self.has_credit(first):
                 self._first = None
             elif digest in self._running:
                 return step - since < PATIENCE_STEPS

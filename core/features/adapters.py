@@ -73,6 +73,7 @@ class Adapters:
         self._slots: LoRAs | None = None
         if worker.facts.has_adapters:
             self._slots = LoRAs(config.max_loras, self._kept, self._protected, self._read_again, self._unload)
+            self._slots.has_credit = lambda request: scheduler.fair.of(request.frontend).credit
             scheduler.attach(self._slots)
 
     def _unload(self, number: int) -> None:

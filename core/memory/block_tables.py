@@ -101,6 +101,8 @@ class BlockTables:
         for table in request.tables:
             self._release([block for block in reversed(table) if block != NULL_BLOCK])
         request.tables = []
+        # another pool's request may get the slot in the same step, and its entries may come first
+        self._updates = [update for update in self._updates if update[1] != request.slot]
 
     # ------------------------------------------------------------------ steps
 

@@ -98,6 +98,7 @@ class FairShare:
         self._by_priority = by_priority
         self._slots, self._blocks, self._blocks_used = slots, blocks, blocks_used
         self._frontends: dict[int, Frontend] = {}
+        self._level_of_idle = 0.0  # the most that a frontend was served when its last request ended
         self._next_seq = 0
 
     def register(self, frontend: int, weight: float = 1.0) -> None:
@@ -142,6 +143,8 @@ class FairShare:
         frontend.finish(request)
         del frontend.requests[request.handle]
         self._count(frontend, request, -1)
+        if not frontend.requests:
+            self._level_of_idle = max(self._level_of_idle, frontend.served)
 
     def set_credit(self, frontend: int, given: bool) -> None:
         if given and not self._frontends[frontend].credit:
@@ -149,7 +152,8 @@ class FairShare:
         self._frontends[frontend].credit = given
 
     def _level(self, frontend: Frontend) -> None:
-        frontend.served = max(frontend.served, min((f.served for f in self if f.competes), default=0.0))
+        least = min((f.served for f in self if f.competes), default=self._level_of_idle)
+        frontend.served = max(frontend.served, least)
 
     def _count(self, frontend: Frontend, request: Request, sign: int) -> None:
         self.num_requests += sign

@@ -8,9 +8,9 @@ from .fair_share import FairShare
 from .request import Request
 
 
-def check(limits: SchedulerConfig, fair: FairShare, request: Request, resumed: bool) -> None:
-    """Whether `request` may be added to what is in flight; one that is `resumed` was let in before, so the limits of
-    all frontends together do not bind it.
+def check(limits: SchedulerConfig, fair: FairShare, request: Request, resumed: bool, cores: int = 1) -> None:
+    """Whether `request` may be added to what is in flight. One that is `resumed` was let in before, perhaps by another
+    of so many `cores`: the limits of all frontends together do not bind it, and of its own frontend's it has as many.
 
     Raises:
         OverloadedError: not now.
@@ -33,7 +33,7 @@ def check(limits: SchedulerConfig, fair: FairShare, request: Request, resumed: b
         ]
     for name, whose, what, have, more in checks:
         limit = getattr(limits, name)
-        if limit is None or have + more <= limit:
+        if limit is None or have + more <= limit * (cores if resumed else 1):
             continue
         if more > limit:
             raise InvalidRequestError(

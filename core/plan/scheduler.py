@@ -167,6 +167,9 @@ class Scheduler:
         trial = self.state.suspects.on_trial
         if trial is not None and trial.frontend == frontend:
             preempt(self.state, trial)
+        for request in [] if given else list(self.fair.of(frontend).running.values()):
+            if request.lora is not None:  # others may wait for its adapter's slot
+                preempt(self.state, request)
         self.state.rows.excluded[list(self.fair.of(frontend).running)] = not given
 
     def abort_all(self) -> None:
