@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import argparse
 
 # Defaults of a daemon. They are far above what is good for latency, and bound the memory that a mistake can take.
-DEFAULTS = {"max_requests_in_flight": 65_536, "max_requests_per_frontend": 16_384}
+DEFAULTS = {"max_requests_in_flight": 65_536, "max_requests_per_frontend": 16_384, "max_logprobs": 20}
 
 
 class DaemonOptions(Section, frozen=True, kw_only=True):

@@ -36,6 +36,7 @@ def test_without_anything_there_are_limits_on_requests_only() -> None:
     assert options == DaemonOptions()
     limits = config.scheduler_config
     assert (limits.max_requests_in_flight, limits.max_requests_per_frontend) == (65_536, 16_384)
+    assert config.model_config.max_logprobs == 20
     assert (limits.max_tokens_in_flight, limits.max_tokens_per_frontend) == (None, None)
 
 

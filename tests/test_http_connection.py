@@ -402,3 +402,27 @@ def test_who_has_left_is_told_of_at_once() -> None:
         return b"told"
 
     assert on_a_connection(app, talk) == b"told"
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_client_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
+    monkeypatch.setattr(protocol, "UNREAD_SECONDS", 0.2)
+    size = 64 << 20
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"%d" % size)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(size)})
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        if not reads:
+            await asyncio.sleep(1.0)
+        try:
+            await reader.readexactly(size)
+        except (asyncio.IncompleteReadError, ConnectionResetError):
+            return b"left"
+        return b"all"
+
+    assert on_a_connection(app, talk) == (b"all" if reads else b"left")

@@ -336,6 +336,9 @@ def test_models_and_what_else_is_told(server: HttpServer) -> None:
         ({"temperature": "warm"}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"n": 0}, "n is 0"),
+        ({"n": 129}, "at most 128"),
+        ({"best_of": 129}, "at most 128"),
+        ({"prompt_logprobs": 21}, "max_logprobs, 20"),
         ({"top_logprobs": 5}, "top_logprobs"),
         ({"messages": []}, "conversation"),
         ({"messages": [{"content": "x"}]}, "role"),
@@ -445,6 +448,17 @@ def test_keys(keyed: HttpServer, daemon: Daemon) -> None:
         keyed.client("sk-wrong").models.list()
     assert httpx.get(f"{keyed.url}/health").status_code == 200
     assert httpx.get(f"{keyed.url}/version", headers={"x-api-key": "sk-first"}).status_code == 200
+
+
+def test_tenants_share_no_cached_prefix(keyed: HttpServer) -> None:
+    long = [{"role": "user", "content": "Tell me a story about an otter. " * 30}]
+
+    def cached(key: str) -> int:
+        given = {"model": keyed.client(key).models.list().data[0].id, "max_tokens": 1, "temperature": 0}
+        usage: Any = keyed.client(key).chat.completions.create(messages=long, **given).usage  # type: ignore[call-overload]
+        return int(usage.prompt_tokens_details.cached_tokens)
+
+    assert [cached(key) > 0 for key in ("sk-first", "sk-first", "sk-heavy", "sk-heavy")] == [False, True, False, True]
 
 
 def test_administration_needs_the_key_of_an_administrator(keyed: HttpServer) -> None:

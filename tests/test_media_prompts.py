@@ -234,7 +234,7 @@ def test_limits_and_what_the_model_takes() -> None:
 
 
 def test_an_item_may_be_left_out_when_its_uuid_is_known() -> None:
-    prompts = Prompts(MultiModalConfig(mm_processor_cache_gb=100 / 2**30))
+    prompts = Prompts(MultiModalConfig(mm_processor_cache_gb=2148 / 2**30))
     ask = {"prompt": "x", "multi_modal_data": {"image": None}, "multi_modal_uuids": {"image": "a"}}
     again = [
         ask,

@@ -178,27 +178,27 @@ def test_templates_get_arguments_as_objects() -> None:
     assert calls('{"a": "\\ud800"}') == '{"a": "\\ud800"}'  # no text can have half a surrogate pair
 
 
-def stored(size: int) -> Stored:
-    return Stored("default", {"text": "x" * size}, [], [])
+def stored(size: int, tenant: str = "one") -> Stored:
+    return Stored(tenant, {"text": "x" * size}, [{"role": "user"}], [])
 
 
 def test_the_store_keeps_the_latest_up_to_its_bounds() -> None:
     store = ResponseStore(max_responses=3, max_bytes=10_000)
     for number in "abc":
         store.add(number, stored(10))
-    assert store.get("a") is not None  # used, so that b is the next to go
+    assert store.get("one", "a") == stored(10)  # used, so that b is the next to go
     store.add("d", stored(10))
-    assert [number for number in "abcd" if store.get(number)] == ["a", "c", "d"]
+    assert [number for number in "abcd" if store.get("one", number)] == ["a", "c", "d"]
     store.add("e", stored(9_900))
-    assert [number for number in "acde" if store.get(number)] == ["e"]
+    assert [number for number in "acde" if store.get("one", number)] == ["e"]
     store.add("f", stored(20_000))  # longer than the bound
-    assert (store.get("f"), len(store)) == (None, 1)
+    assert (store.get("one", "f"), len(store)) == (None, 1)
     store.add("e", stored(10))
     store.add("g", stored(9_000))
     assert len(store) == 2
-    store.remove("e")
-    store.remove("unknown")
-    assert (store.get("e"), len(store)) == (None, 1)
+    store.remove("one", "e")
+    store.remove("one", "unknown")
+    assert (store.get("one", "e"), len(store)) == (None, 1)
     assert len(msgspec.json.encode(stored(10))) < 100
 
 
@@ -209,7 +209,7 @@ def test_a_response_is_shown_to_its_own_tenant_only() -> None:
     def asked(tenant: str) -> Any:
         return SimpleNamespace(tenant=SimpleNamespace(name=tenant))
 
-    assert api._stored(asked("default"), "resp_1").tenant == "default"
+    assert api._stored(asked("one"), "resp_1").tenant == "one"
     with pytest.raises(HttpError, match="there is no response 'resp_1'") as caught:
         api._stored(asked("other"), "resp_1")
     assert caught.value.status == 404
@@ -272,3 +272,15 @@ def test_a_worker_is_asked_over_its_socket(kind: str) -> None:
 
     with short_folder() as folder:
         asyncio.run(run(str(folder)))
+
+
+@pytest.mark.parametrize(("sizes", "left"), [((10, 10), 2), ((2_000, 10), 1)])
+def test_the_tenant_that_has_most_gives_up_its_responses(sizes: tuple[int, int], left: int) -> None:
+    store = ResponseStore(max_responses=4, max_bytes=5_000)
+    store.add("mine", stored(sizes[1], "one"))
+    for number in range(8):
+        store.add(f"{number}", stored(sizes[0], "two"))
+    assert store.get("one", "mine") is not None
+    assert store.get("two", "mine") is None
+    assert store.get("two", "7") is not None
+    assert len(store) > left

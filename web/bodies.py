@@ -25,6 +25,7 @@ _SAME = (  # fields of a body that `SamplingParams` has under the same name
 ).split()
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a generation config may set
 _CHECKED_ONCE = (int, float, bool, type(None), RequestOutputKind)  # types of values that are small and never change
+MAX_CHOICES = 128  # of one prompt: OpenAI's limit of n
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
 
@@ -120,6 +121,8 @@ def sampling_params(engine: AsyncLLMEngine, body: GenerateBody, **more: Any) -> 
         InvalidArgumentError: a value is out of range.
         HttpError: the form of the answer is asked for in no known way.
     """
+    if max(body.n or 1, body.best_of or 1) > MAX_CHOICES:
+        raise HttpError(400, f"n and best_of may be at most {MAX_CHOICES}", "n")
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     given |= {name: value for name, value in more.items() if value is not None}
     if "structured_outputs" not in given and (form := form_of(body)) is not None:

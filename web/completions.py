@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,8 @@ class CompletionApi:
         engine = await request.tenant.engine()
         prompts = _prompts(body)
         name = body.request_id or new_id("cmpl")
+        if len(prompts) * max(body.num_choices, body.best_of or 1) > MAX_PROMPTS:
+            raise HttpError(400, f"{len(prompts)} prompts with n or best_of are more than {MAX_PROMPTS} requests", "n")
         limit = USUAL_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
         scored = body.logprobs if body.echo and body.logprobs is not None else None
         tokenization = {"add_special_tokens": body.add_special_tokens is not False}
@@ -122,6 +125,8 @@ class CompletionApi:
             for one in ready:
                 streams.append(engine.generate(one, request_id=one.request_id))
                 await streams[-1].begin()
+                if len(ready) > 1:
+                    await asyncio.sleep(0)  # other streams wait
         except BaseException:
             for stream in streams:
                 await stream.aclose()

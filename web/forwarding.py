@@ -53,17 +53,19 @@ class Forwarding:
             reader, writer = await asyncio.open_unix_connection(self._path(row))
         except OSError:
             raise HttpError(503, "the worker that has this response is being restarted", retry_after=1) from None
-        headers = [(name.encode("latin-1"), text.encode("latin-1")) for name, text in request.headers.items()]
+        # this worker answers for origins; the length of a body that is encoded anew is another one
+        kept = {name: text for name, text in request.headers.items() if name not in ("content-length", "origin")}
+        headers = [(name.encode("latin-1"), text.encode("latin-1")) for name, text in kept.items()]
         scope = {"type": "http", "method": request.method, "path": request.path, "query_string": request.query_string}
         try:
-            await _write(writer, {**scope, "headers": [one for one in headers if one[0] != b"content-length"]}, body)
+            await _write(writer, {**scope, "headers": headers}, body)
             start = await _read(reader)
             headers = [(bytes(name), bytes(text)) for name, text in start["headers"]]
-            kept = [one for one in headers if one[0] not in (b"content-length", b"x-request-id")]
-            if (b"content-type", JSON[1]) in kept:
+            headers = [one for one in headers if one[0] not in (b"content-length", b"x-request-id")]
+            if (b"content-type", JSON[1]) in headers:
                 parts = [part async for part in _parts(reader)]
                 writer.close()
-                return Answer(b"".join(parts), start["status"], kept)
+                return Answer(b"".join(parts), start["status"], headers)
         except BaseException as error:
             writer.close()
             if isinstance(error, (OSError, EOFError)):

@@ -6,7 +6,8 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ..ipc.config import ModelConfig
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
+MAX_TOKENS = 1 << 22  # of one request
 MEDIA_AT_ONCE = 8  # prompts with media of one request that are prepared or computed at a time
 
 Input = str | list[str | int | list[int]]
@@ -187,7 +189,8 @@ class PoolingApi:
             tokenizer = await engine.get_tokenizer()
             both = zip([*firsts] * (len(seconds) // len(firsts)), seconds, strict=True)
             # in a thread, because a long query is encoded again for each document
-            pairs = await asyncio.to_thread(lambda: [pair_prompt(tokenizer, one, two) for one, two in both])
+            make = partial(_few_tokens, (pair_prompt(tokenizer, one, two) for one, two in both))
+            pairs = await made(request, make, waits=True)
             outputs = await self._pooled(request, body, engine, pairs, "classify")
             return [float(one.outputs.data[0]) for one in outputs], outputs
         task = _task(engine, "embed")
@@ -221,15 +224,15 @@ class PoolingApi:
             options["padding"] = body.padding
         few = asyncio.Semaphore(MEDIA_AT_ONCE)
 
+        def prepared(at: int, prompt: Any) -> Any:
+            if has_media(prompt):
+                return prompt  # they are prepared first, which takes time
+            more: dict[str, Any] = {"priority": body.priority, "lora": lora}
+            return self._service.prepared(engine, request, f"{name}-{at}", prompt, params, options, **more)
+
         def make() -> list[Any]:
-            return [
-                prompt  # its media are prepared first, which takes time
-                if has_media(prompt)
-                else self._service.prepared(
-                    engine, request, f"{name}-{at}", prompt, params, options, priority=body.priority, lora=lora
-                )
-                for at, prompt in enumerate(with_processor_kwargs(prompts, body.mm_processor_kwargs))
-            ]
+            whole = with_processor_kwargs(prompts, body.mm_processor_kwargs)
+            return _few_tokens(prepared(at, prompt) for at, prompt in enumerate(whole))
 
         async def one(at: int, ready: Any) -> PoolingRequestOutput[PoolingOutput]:
             more: dict[str, Any] = {"lora_request": lora, "priority": body.priority, "tokenization_kwargs": options}
@@ -267,6 +270,18 @@ class PoolingApi:
 def _check_number(count: int) -> None:
     if count > MAX_INPUTS:
         raise HttpError(400, f"there are {count} inputs; the limit is {MAX_INPUTS}", "input")
+
+
+def _few_tokens(prompts: Iterable[Any]) -> list[Any]:
+    """All of them, unless they have too many tokens together: a short body may ask for gigabytes."""
+    found, count = [], 0
+    for one in prompts:
+        found.append(one)
+        ids = one.get("prompt_token_ids") if isinstance(one, dict) else getattr(one, "prompt_token_ids", None)
+        count += len(ids or ())
+        if count > MAX_TOKENS:
+            raise HttpError(400, f"the inputs have more than {MAX_TOKENS} tokens together: send fewer at once", "input")
+    return found
 
 
 def _labels(model: ModelConfig) -> dict[int, str]:

@@ -17,6 +17,7 @@ from .exchange import DIRECT
 MAX_HEADER_BYTES = 64 << 10  # of a request, its first line included
 MAX_HEADERS = 200
 HEADER_SECONDS = 20.0  # from the first connection until the header has come
+UNREAD_SECONDS = 120.0  # that a client may read nothing of what waits for it
 PIECE_BYTES, BODY_PIECE_BYTES = 4 << 10, 64 << 10  # of what has come, parsed before other connections have their turn
 PARSE_SECONDS = 0.0005  # of each round of the event loop, because what is parsed starts requests
 CLOSED_AT_ONCE = 4  # connections that clients have ended; to close one takes as long as to send a token
@@ -139,6 +140,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _rest, _at = b"", 0  # what has come, and how much of it is parsed
     _body_left = 0  # bytes of the body that are to come, if the header says so
     _timer: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
     _running: Any = None  # the cycle of the request that is being answered; `cycle` is that of the latest one
     _left: Callable[[], object] | None = None  # of `watch`, for that request
     _lost = False
@@ -154,6 +156,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()
+        self._end_unread()
         self._rest, self._lost = b"", True
         if self._running is not None:
             self._running.transport = self.transport  # else an answer that has not begun would keep itself alive
@@ -163,6 +166,30 @@ class LimitedProtocol(HttpToolsProtocol):
         left, self._left = self._left, None
         if left is not None:
             left()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.scheme == "http":  # with TLS, what waits is in two buffers, of which one can be asked
+            self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        self._end_unread()
+        super().resume_writing()
+
+    def _wait_for_reader(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        self._unread = self.loop.call_later(UNREAD_SECONDS, self._check_reader, waiting)
+
+    def _check_reader(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() < before:
+            self._wait_for_reader()
+        else:
+            self.transport.abort()
+
+    def _end_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def take_body(self) -> bytearray | None:
         """See `exchange.Direct`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import msgspec
@@ -21,33 +21,38 @@ class Stored(msgspec.Struct):
 
 
 class ResponseStore:
-    """The latest responses. Those that were not used for longest are dropped first."""
+    """The latest responses. Where there are too many, the tenant that has most gives up the one that it did not use for
+    longest."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses, self._max_bytes = max_responses, max_bytes
-        self._found: OrderedDict[str, tuple[Stored, int]] = OrderedDict()
-        self._bytes = 0
+        self._found: defaultdict[str, OrderedDict[str, bytes]] = defaultdict(OrderedDict)  # of each tenant, as JSON
+        self._bytes: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._found)
+        return sum(map(len, self._found.values()))
 
     def add(self, number: str, stored: Stored) -> None:
         """Store a response, or store it again after it has changed. One larger than the bound is not stored."""
-        self.remove(number)
-        size = len(msgspec.json.encode(stored))
-        if size > self._max_bytes:
+        self.remove(stored.tenant, number)
+        data = msgspec.json.encode(stored)
+        if len(data) > self._max_bytes:
             return
-        self._found[number] = stored, size
-        self._bytes += size
-        while len(self._found) > self._max_responses or self._bytes > self._max_bytes:
-            self._bytes -= self._found.popitem(last=False)[1][1]
+        self._found[stored.tenant][number] = data
+        self._bytes[stored.tenant] += len(data)
+        while len(self) > self._max_responses or self._bytes.total() > self._max_bytes:
+            most = max(self._found, key=self._share)
+            self._bytes[most] -= len(self._found[most].popitem(last=False)[1])
 
-    def get(self, number: str) -> Stored | None:
-        if (found := self._found.get(number)) is None:
+    def _share(self, tenant: str) -> float:
+        return max(self._bytes[tenant] / self._max_bytes, len(self._found[tenant]) / self._max_responses)
+
+    def get(self, tenant: str, number: str) -> Stored | None:
+        found = self._found[tenant]
+        if number not in found:
             return None
-        self._found.move_to_end(number)
-        return found[0]
+        found.move_to_end(number)
+        return msgspec.json.decode(found[number], type=Stored)
 
-    def remove(self, number: str) -> None:
-        if (found := self._found.pop(number, None)) is not None:
-            self._bytes -= found[1]
+    def remove(self, tenant: str, number: str) -> None:
+        self._bytes[tenant] -= len(self._found[tenant].pop(number, b""))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from .response_store import ResponseStore, Stored
 from .service import Service, new_id
 from .turn import Turn
 
-_BACKGROUND = 256  # responses of a worker that may be in the background at once
+_BACKGROUND = 256  # responses of a tenant that may be in the background of a worker at once
 
 
 class ResponseBody(GenerateBody, kw_only=True):
@@ -47,6 +48,7 @@ class ResponsesApi:
         self._service, self._chat, self._forwarding = service, chat, forwarding
         self._store = ResponseStore()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._background: Counter[str] = Counter()  # of each tenant
 
     # ------------------------------------------------------------------ routes
 
@@ -60,7 +62,7 @@ class ResponsesApi:
                 raise HttpError(400, f"{name} is not supported; give the items as input", name, "not_supported")
         if body.background and (body.stream or body.store is False):
             raise HttpError(400, "background is for responses that are stored and not streamed", "background")
-        if body.background and len(self._tasks) >= _BACKGROUND:
+        if body.background and self._background[request.tenant.name] >= _BACKGROUND:
             raise HttpError(429, f"{_BACKGROUND} responses are in the background, which is the limit", retry_after=1)
         messages, items = chat_messages(body.input)
         messages = earlier + messages
@@ -74,6 +76,7 @@ class ResponsesApi:
             return Events(self._events(made, turn, stored), b"", made.failed)
         if body.background:
             self._store.add(number, stored)
+            self._background[stored.tenant] += 1
             self._tasks[number] = asyncio.ensure_future(self._in_background(made, turn, stored))
             return answer(stored.response)
         async with contextlib.aclosing(turn.pieces()) as pieces:
@@ -105,6 +108,7 @@ class ResponsesApi:
         if (task := self._tasks.get(number)) is not None:
             task.cancel()
             await asyncio.wait([task])
+            stored = self._stored(request, number)
         return answer(stored.response)
 
     async def delete(self, request: Request, body: None) -> Answer | Events:
@@ -115,14 +119,14 @@ class ResponsesApi:
         if (task := self._tasks.get(number)) is not None:
             task.cancel()
             await asyncio.wait([task])
-        self._store.remove(number)
+        self._store.remove(request.tenant.name, number)
         return answer({"id": number, "object": "response", "deleted": True})
 
     # ------------------------------------------------------------------ private
 
     def _stored(self, request: Request, number: str) -> Stored:
-        stored = self._store.get(number)
-        if stored is None or stored.tenant != request.tenant.name:
+        stored = self._store.get(request.tenant.name, number)
+        if stored is None:
             raise HttpError(404, f"there is no response {number!r}; the server keeps the latest ones only", "id")
         return stored
 
@@ -172,8 +176,9 @@ class ResponsesApi:
             why = {"code": "server_error", "message": http_error(error).message}
             stored.response = {**made.shown("failed", turn), "error": why}
         finally:
-            self._store.add(made.number, stored)
             del self._tasks[made.number]
+            self._background[stored.tenant] -= 1
+            self._store.add(made.number, stored)
 
 
 class _Response:

@@ -133,7 +133,19 @@ class Service:
 
 async def made(request: Request, make: Callable[[], T], waits: bool = False) -> T:
     """What `make` returns. For a large request, or if it waits for another process, it runs in a thread."""
-    return await asyncio.to_thread(make) if waits or request.size >= LARGE_BODY else make()
+    if not waits and request.size < LARGE_BODY:
+        return make()
+    threads = request.tenant.threads
+    await threads.acquire()
+    task = asyncio.ensure_future(asyncio.to_thread(make))
+
+    def ended(_: object) -> None:
+        threads.release()  # not before: a thread goes on when its client has left
+        if not task.cancelled():
+            task.exception()  # nobody may be there to hear of it
+
+    task.add_done_callback(ended)
+    return await asyncio.shield(task)
 
 
 def new_id(prefix: str) -> str:

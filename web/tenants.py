@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Access = Literal["open", "key", "admin"]  # whom a route is for
 
 MAX_TENANTS = 1000  # in a key file, because each takes a connection
+THREADS = 8  # at work for one tenant, of those that a worker has for all
 
 
 class Tenant:
@@ -33,6 +34,7 @@ class Tenant:
         self._connect, self._patience = connect, patience
         self._engine: AsyncLLMEngine | None = None
         self._opening: asyncio.Task[AsyncLLMEngine] | None = None
+        self.threads = asyncio.Semaphore(THREADS)
 
     async def engine(self) -> AsyncLLMEngine:
         """The engine on the tenant's connection.

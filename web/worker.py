@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -39,12 +40,13 @@ from .serve_options import ServeOptions
 from .served_adapters import ServedAdapters
 from .service import Service
 from .state_api import StateApi
-from .tenants import Tenant, Tenants, load_api_keys
+from .tenants import THREADS, Tenant, Tenants, load_api_keys
 from .text_api import DetokenizeBody, TextApi, TokenizeBody
 from .transcriptions import TranscriptionApi, TranscriptionBody
 
 logger = logging.getLogger(__name__)
 
+_THREADS = 4 * THREADS  # of a worker, for what takes long
 _OWN_DESCRIPTORS = 64  # of a worker beside its connections
 _DESCRIPTORS_OF_TENANT = 8  # sockets of a connection to the core, and what libzmq needs
 _RECONNECT_SECONDS = 3600.0  # that a worker waits for its daemon
@@ -122,7 +124,7 @@ class Site:
     def _connect(self, tenant: Tenant) -> AsyncLLMEngine:
         order, first = self._order, self._engine
         beside = first if first is not None and first.dead_error is None else None
-        return AsyncLLMEngine.connect(
+        engine = AsyncLLMEngine.connect(
             order.address,
             weight=tenant.weight,
             name=f"http {tenant.name} {os.getpid()}",
@@ -131,6 +133,9 @@ class Site:
             **order.frontend,
             **self._keys,
         )
+        if order.options.api_key_file:  # how many tokens were cached would tell what others have asked
+            engine.input_processor.salt = f"{tenant.name} "
+        return engine
 
     def _connect_admin(self, tenant: Tenant) -> AsyncLLMEngine:
         name = f"http {tenant.name} {os.getpid()}"
@@ -204,6 +209,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(_THREADS))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.handle_exit, number, None)
         gc.collect()

@@ -98,6 +98,7 @@ class InputProcessor:
         self._media = media or PromptMedia(check.config.multimodal_config, [], _no_client)
         self._request_check, self.model = check, check.model
         self._stream_interval = stream_interval
+        self.salt = ""  # is put before the salt of each request
         self._models_tokenizer, self._models_eos = tokenizer, frozenset(eos_token_ids)
         self.use_tokenizer(tokenizer)
 
@@ -203,7 +204,7 @@ class InputProcessor:
             eos_token_ids=frozenset() if params.ignore_eos or pooling else self.eos_token_ids,
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
-            cache_salt=parsed.cache_salt or params.cache_salt or "",
+            cache_salt=self.salt + (parsed.cache_salt or params.cache_salt or ""),
             embeds=parsed.embeds,
             bad_words=self._tokenized(params.bad_words or ()),
             grammar=list(spec or ()),

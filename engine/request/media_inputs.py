@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 MultiModalDataDict = Mapping[str, Any]  # types of the arguments of `given_items`
 MultiModalUUIDDict = Mapping[str, Any]
+MAX_UUID = 256  # characters
 _URL = re.compile(r"(data|https?|file):", re.IGNORECASE)
 _VIDEO_FACTS = ("fps", "total_num_frames", "frames_indices")
 _MOST_CHANNELS = 8  # of a sound
@@ -91,6 +92,8 @@ def given_item(modality: str, item: Any, uuid: Any = None, what: str = "an item"
     """One item, which errors call `what`. Raises: as `given_items`."""
     if uuid is not None and (not isinstance(uuid, str) or not uuid):
         raise InvalidRequestError(f"the uuid of {what} is {shown(uuid)}; it must be a non-empty str")
+    if uuid is not None and len(uuid) > MAX_UUID:
+        raise InvalidRequestError(f"the uuid of {what} has {len(uuid)} characters; the limit is {MAX_UUID}")
     if item is None:
         if uuid is None:
             raise InvalidRequestError(f"{what} is None; only an item whose uuid was given before may be left out")

@@ -177,5 +177,6 @@ class PromptMedia:
 
 
 def _num_bytes(given: MediaInput) -> int:
+    """With what it takes to remember it."""
     content = given.content
-    return len(content) if isinstance(content, (bytes, str)) else int(content.nbytes)
+    return 1024 + (len(content) if isinstance(content, (bytes, str)) else int(content.nbytes))
