@@ -213,7 +213,9 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
         found = []
         for output in self.generate(prompts, params.sampling_params(), use_tqdm, lora_request, on_error=on_error):
             before = output.prompt_token_ids or []
-            prompt = self.get_tokenizer().decode(before) if output.prompt is None else output.prompt
+            tokenizer, prompt = self.llm_engine.tokenizer, output.prompt
+            if prompt is None:
+                prompt = "" if tokenizer is None else tokenizer.decode(before)
             found.append(
                 BeamSearchOutput(
                     [

@@ -319,6 +319,38 @@ def test_a_tools_answer_may_be_data(tmp_path: Path) -> None:
         assert json.loads(str(text)) == data
 
 
+TOOL_TEMPLATES = {  # as templates of these models read a message that has calls only
+    "granite": (
+        "{% for m in messages %}{{ m.role + ':' + m['content'] }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}",
+        'user:hi;assistant:{"a": "é"};',
+    ),
+    "deepseek": (
+        "{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}"
+        "{% for c in m['tool_calls'] %}{{ c['function']['name'] + ' ' + c['function']['arguments'] }}{% endfor %}"
+        "{% else %}{{ 'user:' + m['content'] }}{% endif %};{% endfor %}",
+        'user:hi;f {"a": "é"};',
+    ),
+    "plain": (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}"
+        "{% endfor %};{% endfor %}",
+        "hi;é;",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOOL_TEMPLATES)
+@pytest.mark.parametrize("content", [{"content": None}, {}])
+def test_a_message_that_has_calls_only_is_read_by_any_template(
+    name: str, content: dict[str, None], tmp_path: Path
+) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+    template, wanted = TOOL_TEMPLATES[name]
+    write_tokenizer(tmp_path, {"chat_template": template})
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call], **content}]
+    assert load_tokenizer(tmp_path).apply_chat_template(messages, tokenize=False) == wanted
+
+
 def test_messages_are_never_changed_and_other_objects_become_their_type_name(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, {"chat_template": "{{ messages[0].content }}{{ messages[0].extra }}"})
     conversation = [{"role": "user", "content": "hello", "extra": Path("/secret")}]

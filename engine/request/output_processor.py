@@ -186,7 +186,10 @@ class OutputProcessor:
         if self._tokenizer is None:
             return None
         if token not in self._pieces:
-            self._pieces[token] = self._tokenizer.decode(token)
+            try:
+                self._pieces[token] = self._tokenizer.decode(token)
+            except Exception:  # some tokenizers raise for a row of the vocabulary that is no token
+                self._pieces[token] = ""
         return self._pieces[token]
 
     def _shows(self, state: RequestState, now: float) -> bool:

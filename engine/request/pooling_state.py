@@ -24,7 +24,7 @@ class PoolingState(RequestState):
 
         (completion,), data = self.completions, np.zeros(0, np.float32)
         if self.vectors is not None:
-            data = np.frombuffer(self.vectors.values, "<f4").reshape(self.vectors.shape)
+            data = np.frombuffer(self.vectors.values, "<f4").reshape(self.vectors.shape).copy()  # may be written to
         source, chunking = self.source, None
         if data.size and source.pooling is not None and source.chunking is not None:
             from .late_chunking import chunk_vectors

@@ -11,7 +11,7 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, get_args
 
 import msgspec
@@ -78,10 +78,15 @@ def render_chat(
         if add_generation_prompt:
             raise InvalidRequestError("continue_final_message and add_generation_prompt can't both be set")
         final = _mark_final(messages[-1])
-    try:
-        text = render(messages)
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, SyntaxError) as error:
-        raise InvalidRequestError(f"the chat template refused the conversation: {error}") from error
+    refused: Exception | None = None
+    for form in _forms(messages):
+        try:
+            text = render(form)
+            break
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, SyntaxError) as error:
+            refused = refused or error
+    else:
+        raise InvalidRequestError(f"the chat template refused the conversation: {refused}") from refused
     return _cut_at_mark(text, final) if continue_final_message else text
 
 
@@ -108,6 +113,32 @@ def _calls(calls: Any) -> Any:
                 call = {**call, "function": {**function, "arguments": msgspec.json.decode(text or "{}")}}
         found.append(call)
     return found
+
+
+def _forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """A conversation, and forms of it for templates that refuse it: some read the content of a message that has calls
+    only, as None (DeepSeek) or as a text (Granite, Phi), and some put the arguments of calls together with texts."""
+    contents: list[dict[str, Any]] = [{}]
+    if any("content" not in message for message in messages):
+        contents += {"content": None}, {"content": ""}
+    for content in contents:
+        form = [{**content, **message} for message in messages]
+        yield form
+        if (as_texts := list(map(_with_texts, form))) != form:
+            yield as_texts
+
+
+def _with_texts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have their arguments as text, as in OpenAI's API."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": list(map(_as_text, calls))} if isinstance(calls, list) else message
+
+
+def _as_text(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(arguments := function.get("arguments"), dict):
+        return call
+    return {**call, "function": {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}}
 
 
 def _checked(conversation: Any) -> list[dict[str, Any]]:
