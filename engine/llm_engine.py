@@ -23,6 +23,7 @@ from .engine_methods import EngineMethods
 from .frontend import Frontend
 from .observe.metrics import StatLoggers
 from .request.input_processor import EngineCoreRequest
+from .request.output_processor import send_round
 from .request.outputs import PoolingRequestOutput, RequestOutput
 from .request.prompts import Prompt
 
@@ -223,7 +224,7 @@ class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
                 ready += [state.output() for state in processed.changed]
                 with contextlib.suppress(EngineDeadError):  # the next step() raises it
                     for message, rank in processed.adds:
-                        self.engine_core.add_request(message, rank=rank)
+                        send_round(self.engine_core.add_request, message, rank)
                 return self._validated(ready)
 
     def _validated(self, outputs: list[RequestOutput]) -> list[RequestOutput]:

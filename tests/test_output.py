@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -13,11 +13,12 @@ from mainspring import RequestOutput, RequestOutputKind, SamplingParams
 from mainspring.demo import MODEL_PATH
 from mainspring.engine.request import request_state
 from mainspring.engine.request.input_processor import InputProcessor, core_messages
-from mainspring.engine.request.output_processor import OutputProcessor, Processed
+from mainspring.engine.request.output_processor import OutputProcessor, Processed, send_round
 from mainspring.engine.text.tokenizer import load_tokenizer
 from mainspring.ipc.errors import OutOfMemoryError, OverloadedError, RequestFailedError
-from mainspring.ipc.messages import Finished, FinishReason, ModelFacts, Outputs, Started
+from mainspring.ipc.messages import AddRequest, Finished, FinishReason, ModelFacts, Outputs, Started
 from mainspring.ipc.request_check import RequestCheck
+from mainspring.ipc.routing import check_rank
 
 TOKENIZER = load_tokenizer(MODEL_PATH)
 FACTS = ModelFacts(vocab_size=1024, hidden_size=4, max_model_len=512, dtype="float32")
@@ -409,3 +410,26 @@ def test_any_order_of_tokens_gives_each_request_its_own_text() -> None:
         for output in frontend.step(tokens, ends).outputs:
             found[output.request_id] += output.outputs[0].text
     assert found == texts
+
+
+def test_a_round_goes_to_another_core_when_its_own_has_left() -> None:
+    sent: list[int | None] = []
+
+    def send(message: AddRequest, rank: int | None = None) -> None:
+        check_rank(rank, [0, 2])
+        sent.append(rank)
+
+    for rank in (None, 2, 1):
+        send_round(send, cast(Any, None), rank)
+    assert sent == [None, 2, None]
+
+
+def test_a_row_of_the_vocabulary_that_is_no_token_has_no_text() -> None:
+    """Some tokenizers raise for it; their requests go on."""
+
+    class Strict:
+        def decode(self, token: int) -> str:
+            return ["a", "b"][token]
+
+    processor = OutputProcessor(cast(Any, Strict()), iter(()))
+    assert [processor._piece(token) for token in (1, 2, 0, 2)] == ["b", "", "a", ""]

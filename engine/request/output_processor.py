@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from ...ipc.errors import InvalidRequestError
 from ...ipc.messages import AddRequest, Finished, Logprobs, Outputs, Routed
 from ..text.tokenizer import Tokenizer
 from .input_processor import EngineCoreRequest
@@ -25,6 +26,14 @@ class Processed(NamedTuple):
     changed: list[RequestState]  # requests with an output to show, which is made when it is taken
     aborts: list[int]  # handles for the core to abort
     adds: list[tuple[AddRequest, int | None]]  # the next round of beam searches, and the core that gets it
+
+
+def send_round(send: Callable[..., object], message: AddRequest, rank: int | None) -> None:
+    """Send a round of a beam search to the core that had the one before, or to any if that has left meanwhile."""
+    try:
+        send(message, rank=rank)
+    except InvalidRequestError:
+        send(message)
 
 
 class OutputProcessor:

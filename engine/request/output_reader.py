@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ...ipc.async_client import AsyncClient
 from ...ipc.errors import DuplicateRequestError, EngineDeadError, WrongEventLoopError
 from ...ipc.messages import AddRequest, Outputs
-from .output_processor import OutputProcessor, Processed
+from .output_processor import OutputProcessor, Processed, send_round
 from .request_state import RequestState, Signal
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class OutputReader:
                 state.output_ready.set()
         self._rest()
         for message, rank in processed.adds:
-            self._client.send_request(message, rank=rank)
+            send_round(self._client.send_request, message, rank)
         if processed.aborts:
             with contextlib.suppress(EngineDeadError):  # these requests have ended here already
                 self._client.send_abort(processed.aborts)
