@@ -333,7 +333,9 @@ class Processor:
 
     def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         with self._lock:
-            return [int(at) for at in self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]]
+            ids = [int(at) for at in self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]]
+            self._heard.clear()
+            return ids
 
     def sample(self, kwargs: Mapping[str, Any]) -> Any:
         """A `Sampler` of frames: the processor's own, if it chooses frames."""

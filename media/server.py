@@ -86,6 +86,7 @@ class MediaServer:
         self._waiting_bytes = 0
         self._arrived = threading.Condition()
         self._began: tuple[float, bytes, int] | None = None  # when the item in work began, its frontend and job
+        self._ends = False  # because that took too long: no other item is to be blamed
         self._job: tuple[bytes, int] = (b"", 0)
         self._fetching = ThreadPoolExecutor(FETCHES, "mainspring-fetch")
         self._to_fetch: dict[bytes, deque[_Waiting]] = {}  # by frontend
@@ -225,6 +226,10 @@ class MediaServer:
         """End the process if an item takes too long, because a library can't be interrupted."""
         if (began := self._began) is None or self._left() > 0:
             return
+        self._ends = True
+        if self._began is not began:  # it was ready in the last moment
+            self._ends = False
+            return
         text = f"an item of this prompt took longer to prepare than {self._launch.item_seconds:.0f} s"
         _send(router, began[1], Answer(began[2], InvalidRequestError.__name__, text))
         router.close(linger=FAREWELL_MS)
@@ -273,6 +278,8 @@ class MediaServer:
         """Mark the content in work, so that it is known of what the process died."""
         if digest in self._refused:
             raise InvalidRequestError("this item is refused, because media workers died while they prepared it")
+        while self._ends:
+            time.sleep(FAREWELL_MS / 1000)
         os.pwrite(self._launch.mark_fd, digest, 0)
         self._began = time.monotonic(), *self._job
         self._waker.wake()
@@ -282,7 +289,8 @@ class MediaServer:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             self._began = None
-            os.pwrite(self._launch.mark_fd, bytes(len(digest)), 0)
+            if not self._ends:
+                os.pwrite(self._launch.mark_fd, bytes(len(digest)), 0)
 
 
 class _Giver:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -221,3 +222,17 @@ def test_coarser_numbers_are_near_and_do_not_depend_on_the_steps(
     assert together == alone
     for case in model.cases:
         assert distance(exact[case], near[case]) < most, case
+
+
+def test_an_item_whose_features_are_not_finite_is_refused_and_no_other_one(model: Model) -> None:
+    """Whichever comes first, though the first one is compared with the model alone."""
+    case = next(iter(model.cases))
+    prompt = model.prompt(case)
+    bad = {**prompt, "mm_processor_kwargs": {"image_std": [0.0, 0.0, 0.0]}}
+    if "audio" in prompt["multi_modal_data"]:
+        bad = {**prompt, "multi_modal_data": {"audio": (np.full(8_000, 3e38, np.float32), 16_000)}}
+    with engine_of(model) as engine:
+        refused = run(engine, {"bad": bad})["bad"]
+        assert isinstance(refused.outputs[0].error, InvalidRequestError)
+        assert "not finite" in str(refused.outputs[0].error)
+        assert tokens_of(run(engine, {case: prompt}))[case] == model.tokens(case, COUNT)

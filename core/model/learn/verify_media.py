@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ....ipc.errors import UnsupportedModelError
+from ....ipc.errors import InvalidRequestError, UnsupportedModelError
 from ....kernels.contract import Backend
 from ....kernels.reference.reference_backend import ReferenceBackend
 from ...worker.runner import ModelRunner
@@ -37,7 +37,12 @@ def verify_media(
     model: PagedModel, backend: Backend, ids: Sequence[int], items: Sequence[EncodedItem], merged: MergedPrompt
 ) -> str:
     """Compare the two; → a line for ``--explain-model``. As in `verify`, fp32 decides where half precision differs.
-    Leaves `model` bound to nothing of use. Raises `UnsupportedModelError` if they differ."""
+    Leaves `model` bound to nothing of use.
+
+    Raises:
+        UnsupportedModelError: they differ.
+        InvalidRequestError: there is nothing to compare, because of these items.
+    """
     dtype = model.dtype
     error = _difference(model, backend, ids, items, merged, dtype)
     limit = QUANTIZED_LIMIT if model.is_quantized else LOGITS_TOLERANCE[dtype]
@@ -71,6 +76,8 @@ def _difference(
     rows = np.unique([*np.linspace(0, count - 1, ROWS, dtype=np.int64), *range(count, len(tokens))])
     paged = _paged(model, backend, tokens, merged, rows, dtype)
     own = _own(model, tokens, items, rows, count)
+    if not bool(own.isfinite().all()):  # of other items they may be
+        raise InvalidRequestError("the model's logits for the media of this prompt are not finite")
     errors = deviations(paged, own)
     return float(errors.amax() if dtype == torch.float32 else errors.median())
 
