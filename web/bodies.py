@@ -84,6 +84,11 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     def num_choices(self) -> int:
         return self.n or 1
 
+    @property
+    def width(self) -> int:
+        """Answers that are computed for a prompt."""
+        return max(self.num_choices, self.best_of or 1)
+
 
 class CompletionBody(GenerateBody, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None  # one or several, each text or token ids
@@ -121,7 +126,7 @@ def sampling_params(engine: AsyncLLMEngine, body: GenerateBody, **more: Any) -> 
         InvalidArgumentError: a value is out of range.
         HttpError: the form of the answer is asked for in no known way.
     """
-    if max(body.n or 1, body.best_of or 1) > MAX_CHOICES:
+    if body.width > MAX_CHOICES:
         raise HttpError(400, f"n and best_of may be at most {MAX_CHOICES}", "n")
     given = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
     given |= {name: value for name, value in more.items() if value is not None}

@@ -95,7 +95,7 @@ class CompletionApi:
         engine = await request.tenant.engine()
         prompts = _prompts(body)
         name = body.request_id or new_id("cmpl")
-        if len(prompts) * max(body.num_choices, body.best_of or 1) > MAX_PROMPTS:
+        if len(prompts) * body.width > MAX_PROMPTS:
             raise HttpError(400, f"{len(prompts)} prompts with n or best_of are more than {MAX_PROMPTS} requests", "n")
         limit = USUAL_TOKENS if body.max_tokens is None else max(body.max_tokens, 1)
         scored = body.logprobs if body.echo and body.logprobs is not None else None
