@@ -438,7 +438,7 @@ def test_a_daemons_port_tells_of_all_frontends_and_outlives_the_core() -> None:
                 with LLMEngine.connect(daemon.address) as engine:
                     engine.add_request("a", "17 + 25 =", FIVE)
                     finish(engine)
-                    assert scrape(port)["frontends_connected"] == 1
+                    until(lambda: scrape(port)["frontends_connected"] == 1)
             until(lambda: scrape(port)["generation_tokens_total"] == 10, lambda: daemon.log)
             found = scrape(port)
             names = {sample.split()[0] for sample in found}
