@@ -100,6 +100,37 @@ def test_each_stage_may_be_of_several_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_of_the_last_stage_are_waited_for_while_it_has_steps_to_make(model: Path, tmp_path: Path) -> None:
+    """The other one is in the middle of the step that the first one makes when its result is asked for."""
+    adapters = []
+    for number in (1, 2):
+        folder = make_lora(model, tmp_path / str(number), number, r=4, target_modules=["q_proj"])
+        adapters.append(LoRARequest(str(number), number, str(folder)))
+    fields: dict[str, Any] = {"max_num_batched_tokens": 1 << 15, "max_num_seqs": 256, "max_model_len": 512}
+    lora = {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1}
+    with engine_of(model, tensor_parallel_size=2, **fields, **lora) as engine:
+        most = most_in_flight(engine)
+        # plans that are longer than what a link holds
+        long = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
+        for number in range(256):
+            engine.add_request(str(number), {"prompt_token_ids": [number, *range(2, 300)]}, long)
+        first = last_tokens(engine)
+        assert most == [2]
+        engine.add_request("0", {"prompt_token_ids": [0, *range(2, 300)]}, long)
+        assert last_tokens(engine)["0"] == first["0"]
+        # calls
+        add_streams(engine)
+        for _ in range(3):
+            engine.step()
+        engine.start_profile("mine")
+        engine.step()
+        assert Path(engine.stop_profile()).exists()
+        for adapter in adapters:
+            engine.add_request(adapter.lora_name + "a", {"prompt_token_ids": PROMPT}, GREEDY, lora_request=adapter)
+        assert all(last_tokens(engine).values())
+
+
+@pytest.mark.slow
 def test_a_stage_may_be_on_another_machine(model: Path, tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     machine = cluster.add_machine()

@@ -28,13 +28,11 @@ from ..model.run.streamed_layers import offloaded_bytes
 from ..parallel.group import RankGroup
 from ..plan.control import (
     Control,
-    DropAdapter,
     DropFunctions,
     DropGrammar,
     KeepMedia,
     ParameterRows,
     PendingStep,
-    SetParameters,
     WorkerFacts,
 )
 from ..plan.step import Encoded, StepPlan, StepResult, with_guesses
@@ -214,21 +212,18 @@ class GenerationWorker(LocalWorker):
             super().control(cast("Control", self._due.popleft()))
         return result
 
-    def _make_due(self) -> None:
-        """Make the steps that are due with the present weights, as the other stages do."""
+    def catch_up(self) -> None:
         while self._due:
             self._made.append(self._make_last())
 
     def control(self, record: Control) -> Any:
-        if self._due and isinstance(record, DropAdapter | DropGrammar | DropFunctions):  # steps that are due name it
+        if self._due and isinstance(record, DropGrammar | DropFunctions):  # steps that are due name it
             self._due.append(record)
             return None
-        if isinstance(record, SetParameters):
-            self._make_due()
         return super().control(record)
 
     def run_method(self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        self._make_due()  # it may change the weights
+        self.catch_up()  # it may change the weights
         return super().run_method(method, args, kwargs)
 
     def follow(self, plan: StepPlan) -> None:

@@ -44,7 +44,8 @@ def start_worker(
         with ranks.explains():
             ranks.wait_loaded()
             group = RankGroup(0, ranks.size, ranks.store, device, ordered=config.parallel_config.ordered_sums)
-            return RankedWorker(make_worker(config, decisions, group=group), ranks)
+            local = make_worker(config, decisions, group=group)
+            return RankedWorker(local, ranks, config.parallel_config.pipeline_parallel_size)
     except BaseException:
         ranks.close()
         raise

@@ -27,6 +27,7 @@ LOADED, READY = 1, 2  # numbers of the answers that a starting rank gives unaske
 FIRST_QUESTION = 3
 NO_SAMPLING = Sampling(1)
 _HEAD = struct.Struct("<BQ")
+LINK_BYTES = 1 << 17  # that a link holds at least while the other end does not read
 _JOINED_BYTES = 1 << 16  # up to so many bytes of a body, head and body are one system call
 
 

@@ -20,7 +20,7 @@ from ..plan import control as records
 from ..plan.codec import encode
 from ..plan.control import AdapterFacts, PendingStep, Worker, WorkerFacts
 from ..plan.step import StepPlan, StepResult
-from .rank_link import Kind, packed
+from .rank_link import LINK_BYTES, Kind, for_rank, packed
 from .ranks import ANSWER_SECONDS, Ranks
 from .worker import Decisions, LocalWorker, Pending
 
@@ -43,12 +43,13 @@ _OF_ALL_OR_NONE = (records.Sleep, records.Wake, records.SetParameters)
 class RankedWorker(Worker):
     """See `Worker`."""
 
-    def __init__(self, local: LocalWorker, ranks: Ranks) -> None:
+    def __init__(self, local: LocalWorker, ranks: Ranks, stages: int) -> None:
+        self._unread_bytes = LINK_BYTES // stages  # most of a plan, because each stage may have one to read
         self.local, self._ranks = local, ranks
         self.interrupt = np.zeros(1, np.int32)  # nobody reads it, because a plan is one step
         self.beat: Callable[[], None] = lambda: None  # nor this, because such models take no media
         self._receivers = 1  # ranks that are in a trainer's group
-        local.on_plan = ranks.compute
+        local.on_plan = self._tell_plan
         self._end = weakref.finalize(self, ranks.close)
 
     @property
@@ -83,6 +84,7 @@ class RankedWorker(Worker):
         if isinstance(record, records.JoinTrainer):
             self._receivers = self._places(record)
         with self._ranks.explains():
+            self.local.catch_up()  # before other ranks, which may be in the middle of a step, are waited for
             if isinstance(record, _OF_ALL_OR_NONE):
                 return self._change_all(record)
             mine = self.local.control(record)  # if it fails here, the others are not asked
@@ -91,6 +93,12 @@ class RankedWorker(Worker):
                 return _together(mine, asked)
             _results(asked)
         return mine
+
+    def _tell_plan(self, plan: StepPlan) -> None:
+        body = encode(for_rank(plan))
+        if len(body) > self._unread_bytes:  # sending it may have to wait until the ranks read
+            self.local.catch_up()
+        self._ranks.compute(body)
 
     def _tell(self, record: records.Control) -> dict[int, Future[Any]]:
         alike = None if isinstance(record, _OF_EACH_RANK) else encode(record)  # weights are long
@@ -150,13 +158,12 @@ class RankedWorker(Worker):
 
     def _places(self, record: records.JoinTrainer) -> int:
         """How many ranks take part in a trainer's group: all, or the first one, which passes on what it receives."""
-        places = record.world_size - record.rank
-        if 1 < places < self._ranks.size:
+        if 1 < record.places < self._ranks.size:
             raise InvalidArgumentError(
-                f"init_info has world_size {record.world_size} and rank_offset {record.rank}, which leaves {places} "
-                f"places for the engine; it takes 1, or {self._ranks.size}, one for each rank"
+                f"init_info has world_size {record.world_size} and rank_offset {record.rank}, which leaves "
+                f"{record.places} places for the engine; it takes 1, or {self._ranks.size}, one for each rank"
             )
-        return 1 if places < self._ranks.size else self._ranks.size
+        return 1 if record.places < self._ranks.size else self._ranks.size
 
     def _bytes_for(self, record: records.Control, rank: int) -> bytes | None:
         """The record for a rank; None if it is not asked."""

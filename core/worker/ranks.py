@@ -32,8 +32,6 @@ from ...ipc.rank_gate import RankGate, RemoteRank
 from ...ipc.supervisor import CORE_ENVIRONMENT
 from ...ipc.transport import describe_exit, free_port, readable
 from ..parallel.stages import rank_of
-from ..plan.codec import encode
-from ..plan.step import StepPlan
 from .rank_link import (
     FIRST_QUESTION,
     LOADED,
@@ -44,7 +42,6 @@ from .rank_link import (
     RankLaunch,
     RankLink,
     answer_of,
-    for_rank,
     unpacked,
 )
 
@@ -151,9 +148,8 @@ class Ranks:
         """Why nothing can be computed any more."""
         return None if self.death is None else EngineDeadError(self.death.text)
 
-    def compute(self, plan: StepPlan) -> None:
-        """Let the ranks compute a step, beside this one."""
-        body = encode(for_rank(plan))
+    def compute(self, body: bytes) -> None:
+        """Let the ranks compute the step of a plan, beside this one. body: see `for_rank`."""
         for link in self._links.values():
             self._send(link, Kind.PLAN, body)
 

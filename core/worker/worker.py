@@ -173,6 +173,10 @@ class LocalWorker(Worker):
     def warm_up(self) -> None:
         self.decisions.device_bytes = max(0, self._free_at_first - free_bytes(self._device))
 
+    def catch_up(self) -> None:
+        """Make the steps that were launched, and that are made only when they are waited for: ranks that share layers
+        with this one may be in the middle of them."""
+
     def control(self, record: records.Control) -> Any:
         return self._controls[type(record)](record)
 
