@@ -165,8 +165,10 @@ class Cores:
             any_one = next((one for one in present.values() if one.ready_at is not None), self._first)
             return any_one.start_call(method, args, arrays)
         asked = _Asked(method, {})
+        ranks = self.config.parallel_config.num_ranks
         for number, one in present.items():
-            own = _ranked(args, number) if method == "init_weight_transfer_engine" else args
+            joins = method == "init_weight_transfer_engine"
+            own = _placed(args, number, 1 + max(present), ranks) if joins else args
             asked.parts[number] = one.start_call(method, own, arrays)
         call_id = next(self._first.call_ids)
         self._asked[call_id] = asked
@@ -282,9 +284,12 @@ def _joined(method: str, values: list[Any]) -> Any:
     return first
 
 
-def _ranked(args: Sequence[Any], number: int) -> list[Any]:
-    """The arguments of `init_weight_transfer_engine` for a core: each is a rank of its own in the trainer's group."""
-    info = dict(args[0])
-    if "rank_offset" in info:
-        info["rank_offset"] += number
-    return [info]
+def _placed(args: Sequence[Any], number: int, cores: int, ranks: int) -> list[Any]:
+    """The arguments of `init_weight_transfer_engine` for core `number`, which has places of its own in the trainer's
+    group: one for each of its ranks, or one if there are no more."""
+    info = {"rank_offset": 1, "world_size": 2, **args[0]}
+    first, size = info["rank_offset"], info["world_size"]
+    if not (info.get("master_address") and isinstance(first, int) and isinstance(size, int)):
+        return list(args)  # there is no group, or the core says what is wrong
+    places = max(1, min(ranks, (size - first) // cores))
+    return [{**info, "rank_offset": first + number * places, "places": places}]

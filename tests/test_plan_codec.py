@@ -139,7 +139,7 @@ CONTROLS: dict[type, Control] = {
     control.Sleep: control.Sleep(2),
     control.Wake: control.Wake(True, False),
     control.SetParameters: SetParameters([ParameterRows("w", 3, np.arange(6, dtype=np.uint16).reshape(2, 3))]),
-    control.JoinTrainer: control.JoinTrainer("127.0.0.1", 29500, 1, 2),
+    control.JoinTrainer: control.JoinTrainer("127.0.0.1", 29500, 1, 2, 1),
     control.LeaveTrainer: control.LeaveTrainer(),
     control.ReceiveParameters: control.ReceiveParameters(["w"], ["bfloat16"], [[2, 3]]),
     control.ReleaseMemory: control.ReleaseMemory(),

@@ -332,7 +332,7 @@ def test_a_record_that_is_the_same_for_all_ranks_is_encoded_once() -> None:
     assert all(body is bodies[0] for body in bodies)
     assert isinstance(decode(bodies[0], Control), SetParameters)
     assert len({*worker._tell(StartProfile("a"))}) == 3
-    assert worker._tell(JoinTrainer("a", 1, 1, 2)) == [None] * 3
+    assert worker._tell(JoinTrainer("a", 1, 1, 2, 1)) == [None] * 3
 
 
 # ---------------------------------------------------------------------- what is not a step
@@ -458,17 +458,19 @@ def test_ranks_that_run_layer_by_layer_wake_with_the_weights_they_had(
 
 
 @pytest.mark.slow
-def test_a_trainer_may_count_the_ranks_or_the_engine(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_trainer_may_count_the_ranks_or_the_cores(model: Path, tmp_path: Path, cores: int) -> None:
     other = tiny.make("llama", tmp_path / "other", seed=3)
     trained = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
     with plain.make_engine(other, skip_tokenizer_init=True, max_model_len=128) as engine:
         expected = tokens_of(engine)
-    for world_size in (2, 3):
-        with engine_of(model, max_model_len=128) as engine:
+    for world_size in (1 + cores, 1 + 2 * cores):
+        with engine_of(model, cores > 1, data_parallel_size=cores, max_model_len=128) as engine:
             place = NCCLTrainerInitInfo("127.0.0.1", get_open_port(), world_size=world_size, rank=0)
             source = ModuleSource(trained)
             WeightTransferTrainerFactory.trainer_init(place, client=engine, source=source).send_weights()
-            assert tokens_of(engine) == expected
+            for core in range(cores):
+                assert tokens_of(engine, **({"data_parallel_rank": core} if cores > 1 else {})) == expected
 
 
 def test_answers_of_ranks_come_together_or_not_at_all() -> None:

@@ -29,6 +29,7 @@ class InitInfo(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     rank_offset: Annotated[int, msgspec.Meta(ge=1)] = 1  # the worker's rank; the trainer is 0
     world_size: Annotated[int, msgspec.Meta(ge=2)] = 2
+    places: Annotated[int, msgspec.Meta(ge=1)] | None = None  # for this core; None: all from rank_offset on
     packed: bool = False  # whether several tensors come as one
     packed_buffer_size_bytes: int = 0  # without effect
     packed_num_buffers: int = 0  # without effect
@@ -80,7 +81,8 @@ class HeldWeights:
         self._last = ReceiveParameters([], [], [])
         if wanted.master_address is None or wanted.master_port is None:
             return None
-        place = wanted.master_address, wanted.master_port, wanted.rank_offset, wanted.world_size
+        places = wanted.places or wanted.world_size - wanted.rank_offset
+        place = wanted.master_address, wanted.master_port, wanted.rank_offset, wanted.world_size, places
         return self._answer(self._worker.control(JoinTrainer(*place)), lambda _: None)
 
     def start(self, frontend: int) -> None:

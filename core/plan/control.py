@@ -112,6 +112,7 @@ class JoinTrainer(msgspec.Struct, frozen=True, tag=True, array_like=True):
     port: int
     rank: int
     world_size: int
+    places: int  # for the ranks of this core, from `rank` on
 
 
 class LeaveTrainer(msgspec.Struct, frozen=True, tag=True, array_like=True):
