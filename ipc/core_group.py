@@ -13,14 +13,14 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
 
 from msgspec.structs import replace
 
 from .config import EngineConfig
-from .errors import EngineDeadError
+from .errors import EngineDeadError, EngineStartError
 from .media_workers import MediaWorkers
 from .messages import DesiredState, Listening
 from .siblings import Siblings
@@ -86,7 +86,7 @@ class CoreGroup:
 
         def start(one: Supervisor) -> None:
             try:
-                self._follow_first(one)
+                self._follow(self.first, one)
                 one.start()
             except BaseException as error:
                 errors.append(error)
@@ -157,39 +157,63 @@ class CoreGroup:
                 return
             before, self._wanted = self._wanted, count
             logger.info("%d cores are wanted, so far %d", count, before)
+            leaving = range(count, before)
             for number in range(1, count):
                 earlier = self._threads.get(number)
                 if number >= before or earlier is None or not earlier.is_alive():
                     self._in_thread(number, self._join, number, earlier)
-            leaving = [self.supervisors[number] for number in range(count, before) if number in self.supervisors]
-        self._siblings.listen(dict.fromkeys(range(count, before)))
-        for one in leaving:
-            threading.Timer(LEAVE_SECONDS, one.stop_once).start()
+            if self.first.dead_error is None:
+                self._let_leave(leaving)
+            elif (earlier := self._threads.get(0)) is None or not earlier.is_alive():
+                self._in_thread(0, self._join, 0, earlier, leaving)  # the others may be all that serve so far
 
-    def _join(self, number: int, earlier: threading.Thread | None) -> None:
-        """Start a further core, and keep it running."""
+    def _let_leave(self, numbers: Iterable[int]) -> None:
+        self._siblings.listen(dict.fromkeys(numbers))
+        for number in numbers:
+            if number in self.supervisors:
+                threading.Timer(LEAVE_SECONDS, self.supervisors[number].stop_once).start()
+
+    def _join(self, number: int, earlier: threading.Thread | None, leaving: Iterable[int] = ()) -> None:
+        """Start a further core, and keep it running. leaving: the cores that leave when it serves."""
         if earlier is not None:
             earlier.join()  # a core of this number may still be finishing its requests
         try:
-            with self._lock:
-                if self._stopping or number >= self._wanted:
-                    return
-                one = self._make(number, self.first.launch.config)
-            for address in (one.launch.endpoints.address, one.launch.endpoints.admin_address):
-                if address and address not in self._claimed:
-                    self._claim(address)
-                    self._claimed.add(address)
-            self._follow_first(one)
-            one.launch.state = self.first.launch.state
-            one.start()
+            one = self._load(number)
         except Exception as error:
             logger.error("core %d did not start: %s", number, error)
             if number < self._wanted and not self._stopping:
                 self._siblings.failed(f"{datetime.now():%Y-%m-%d %H:%M:%S.%f} core {number} did not start: {error}")
             return
+        if one is None:
+            return
         if number < self._wanted:
             self._siblings.listen({number: self._listening(number)})
+        self._let_leave(leaving)
         self._keep(one)
+
+    def _load(self, number: int) -> Supervisor | None:
+        """Start a further core. It begins with the state that users have set. If they set another one while it loads,
+        it is started again. None: it is not wanted any more."""
+        endpoints = self._endpoints.of(number)
+        while not self._stopping and number < self._wanted:
+            for address in (endpoints.address, endpoints.admin_address):
+                if address and address not in self._claimed:
+                    self._claim(address)
+                    self._claimed.add(address)
+            serving = next((one for one in self.running if one.ready), self.first)
+            with self._lock:
+                one = self._make(number, serving.launch.config)
+            self._follow(serving, one)
+            one.launch.state = before = serving.launch.state
+            one.start()
+            now = serving.launch.state
+            if _of_all(now) == _of_all(before):
+                return one
+            one.end()
+            if now.weights_version != before.weights_version:
+                raise EngineStartError("the weights were replaced while it loaded, and it has those of the checkpoint")
+            logger.info("core %d starts again: the engine's state changed while it loaded", number)
+        return None
 
     # ------------------------------------------------------------------ one core
 
@@ -204,6 +228,8 @@ class CoreGroup:
             environment_of(config, number, self._wanted),
             self._on_state,
         )
+        if self._stopping:  # `stop` may not have seen it
+            one.stop_once()
         one.launch.media = self.media.places
         return one
 
@@ -219,9 +245,9 @@ class CoreGroup:
         if now.num_cores is not None:
             self.scale(now.num_cores)
 
-    def _follow_first(self, one: Supervisor) -> None:
-        """Let a further core do as the first one has found."""
-        one.launch.config, one.launch.decisions = self.first.launch.config, self.first.launch.decisions
+    def _follow(self, serving: Supervisor, one: Supervisor) -> None:
+        """Let a further core do as one that serves has found."""
+        one.launch.config, one.launch.decisions = serving.launch.config, serving.launch.decisions
 
     def _keep(self, one: Supervisor) -> None:
         try:
@@ -239,6 +265,11 @@ class CoreGroup:
     def _listening(self, number: int) -> Listening:
         endpoints = self._endpoints.of(number)
         return Listening(number, endpoints.address, endpoints.admin_address)
+
+
+def _of_all(state: DesiredState) -> DesiredState:
+    """What is the same for all cores. Each has the adapters of its own requests."""
+    return replace(state, adapters=[], fingerprint="", num_cores=None)
 
 
 def environment_of(config: EngineConfig, number: int, count: int) -> dict[str, str]:

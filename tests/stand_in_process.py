@@ -75,6 +75,9 @@ class ScriptedCore(StandInCore):
         order = Path(script).read_text() if script else ""  # action while the core loads
         if order == "wait":
             time.sleep(600)
+        elif order == "hold":
+            while Path(script).read_text():
+                time.sleep(0.01)
         elif order == "orphan":  # load until the supervisor has died; the thread that waits for that does not notice
             parent, parent_now = os.getppid(), os.getppid
             os.getppid = lambda: parent

@@ -46,7 +46,7 @@ from mainspring.ipc.routing import choose, prefix_of
 from mainspring.ipc.siblings import NewsPipe, NewsReader, Siblings
 from mainspring.ipc.sync_client import SyncClient
 from mainspring.ipc.transport import CoreLaunch, Endpoints
-from mainspring.serve.scale import scale
+from mainspring.serve.scale import admin_of, scale
 from mainspring.serve.status import document, frame, look
 from stand_in_process import HARMLESS, KILL, SEGV
 from wire import eventually
@@ -516,13 +516,19 @@ def test_a_core_that_is_wanted_again_before_it_has_left_is_started_anew(start: C
     one.read(lambda: one.owner.group.supervisors[1] is not leaving and 1 in one.cores._all and one.answers(1))
 
 
-def test_a_core_that_stays_down_is_started_again_by_the_next_scale(start: Callable[..., Group]) -> None:
+@pytest.mark.parametrize(("number", "count"), [(1, 2), (0, 2), (0, 1)])
+def test_a_core_that_stays_down_is_started_again_by_the_next_scale(
+    start: Callable[..., Group], number: int, count: int
+) -> None:
     one = start(2, max_restarts=0)
-    one.kill(1)
-    assert eventually(lambda: not one.owner.group._threads[1].is_alive(), GUARD)
-    down = one.owner.group.supervisors[1]
-    one.client.call("scale", 2)
-    one.read(lambda: one.owner.group.supervisors[1] is not down and 1 in one.cores._all and one.answers(1))
+    one.kill(number)
+    down = one.owner.group.supervisors[number]
+    assert eventually(lambda: down.dead_error is not None, GUARD)
+    one.client.call("scale", count)
+    one.read(lambda: one.owner.group.supervisors[number] is not down and number in one.cores._all)
+    one.read(lambda: one.answers(number))
+    one.add(1)
+    one.finish()
 
 
 @pytest.fixture
@@ -553,6 +559,21 @@ def test_scale_says_why_a_core_did_not_start_and_tries_again(daemon: tuple[CoreG
     scale(2, address)
     assert [one.ready for one in group.running] == [True, True]
     assert look(address).failed_start.endswith("there is no memory for it")  # type: ignore[union-attr]
+
+
+def test_a_further_core_has_the_state_that_was_set_while_it_loaded(daemon: tuple[CoreGroup, str, Path]) -> None:
+    group, address, script = daemon
+    script.write_text("hold")
+    client = SyncClient(Connection(admin_of(address)))
+    with ThreadPoolExecutor() as pool:
+        scaling = pool.submit(scale, 2, address)
+        assert eventually(lambda: len(group.supervisors) == 2, GUARD)
+        client.call("pause_generation")
+        assert eventually(lambda: group.first.launch.state.paused, GUARD)
+        script.write_text("")
+        scaling.result()
+    client.close()
+    assert group.supervisors[1].launch.state.paused
 
 
 def test_an_address_that_is_claimed_is_not_claimed_again(daemon: tuple[CoreGroup, str, Path]) -> None:
