@@ -592,6 +592,24 @@ def test_in_the_users_process_the_death_of_a_rank_ends_the_engine(model: Path, e
         until(lambda: not other.is_running())
 
 
+@pytest.mark.slow
+def test_in_the_users_process_an_error_in_a_step_ends_the_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(model, max_model_len=128) as engine:
+        tokens_of(engine)
+        [other] = ranks_of(os.getpid())
+
+        def broken(launched: Any) -> Any:
+            raise ZeroDivisionError("by design")
+
+        monkeypatch.setattr(engine.engine_core.core.worker.local.runner, "sample", broken)  # type: ignore[attr-defined]
+        with pytest.raises(ZeroDivisionError, match="by design"):
+            tokens_of(engine)
+        for call in (engine.step, lambda: engine.add_request("1", "Hello", GREEDY)):
+            with pytest.raises(EngineDeadError, match=r"rank 0 failed in a step: .*by design"):
+                call()
+        until(lambda: not other.is_running())
+
+
 SCRIPT = """
 import sys, time
 from mainspring import EngineArgs, LLMEngine

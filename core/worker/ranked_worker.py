@@ -70,12 +70,12 @@ class RankedWorker(Worker):
             self._ranks.wait_ready(self.local.agreed())
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        with self._ranks.explains():
+        with self._ranks.in_step():
             pending = self.local.launch(plan)
         return Pending(lambda: self._wait(pending), pending.lacks_memory)
 
     def _wait(self, pending: PendingStep) -> StepResult:
-        with self._ranks.explains():
+        with self._ranks.in_step():
             return pending.wait()
 
     def control(self, record: records.Control) -> Any:
@@ -84,7 +84,8 @@ class RankedWorker(Worker):
         if isinstance(record, records.JoinTrainer):
             self._receivers = self._places(record)
         with self._ranks.explains():
-            self.local.catch_up()  # before other ranks, which may be in the middle of a step, are waited for
+            with self._ranks.in_step():
+                self.local.catch_up()  # before other ranks, which may be in the middle of a step, are waited for
             if isinstance(record, _OF_ALL_OR_NONE):
                 return self._change_all(record)
             mine = self.local.control(record)  # if it fails here, the others are not asked

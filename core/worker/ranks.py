@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...ipc.config import EngineConfig
-from ...ipc.errors import EngineDeadError, EngineStartError, MainspringError, from_wire
+from ...ipc.errors import EngineDeadError, EngineStartError, MainspringError, from_wire, shown
 from ...ipc.keys import DEFAULT_KEY, config_folder, load_keypair
 from ...ipc.rank_gate import RankGate, RemoteRank
 from ...ipc.supervisor import CORE_ENVIRONMENT
@@ -180,11 +181,27 @@ class Ranks:
                 raise self.death.error from error
             raise
 
-    def close(self) -> None:
-        """End the ranks. A second call does nothing."""
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """As `explains`. After any other error nothing can be computed, because ranks wait for this one in the middle
+        of a step: they are killed."""
+        try:
+            with self.explains():
+                yield
+        except Exception as error:
+            if self.death is None:
+                text = f"rank {self.rank_of(0)} failed in a step: {shown(error)}"
+                self.death = Death(0, text, traceback.format_exc(), False, True, EngineDeadError(text))
+                self.close(kill=True)
+            raise
+
+    def close(self, kill: bool = False) -> None:
+        """End the ranks. A second call does nothing. kill: do not give them time."""
         if self._closing or os.getpid() != self._owner:
             return
         self._closing = True
+        for process in self._processes.values() if kill else ():
+            process.kill()
         if self._gate is not None and not self._links.keys() >= {self.size - 1}:
             self._gate.close()  # nobody waits for ranks any more
         for link in self._links.values():
