@@ -165,20 +165,19 @@ class RanksInRay(Placement):
         self._running[actor.offer.remote(self._address, tuple(self._keys), node)] = bundle
 
     def _watch(self) -> None:
-        while not self._closing.is_set():
-            if not self._running:
-                return
-            with contextlib.suppress(Exception):  # of a Ray that is ending
-                done, _ = ray.wait(list(self._running), timeout=LOOK_SECONDS)
-                for call in done:
+        """Place actors that have ended again."""
+        lost: list[int] = []  # bundles whose actors have ended
+        while (self._running or lost) and not self._closing.wait(LOOK_SECONDS):
+            with contextlib.suppress(Exception):  # Ray is ending, or does not answer just now
+                for call in ray.wait(list(self._running), timeout=0)[0] if self._running else ():
                     bundle = self._running.pop(call)
-                    if self._closing.is_set():
-                        return
+                    lost.append(bundle)
                     logger.error("Ray: the actor of bundle %d has ended, and is placed again: %s", bundle, _why(call))
                     with contextlib.suppress(Exception):
                         ray.kill(self._actors[bundle])  # it may only be out of reach
-                    self._closing.wait(AGAIN_SECONDS)
-                    self._start(bundle)
+                if lost and not self._closing.wait(AGAIN_SECONDS):
+                    self._start(lost[0])
+                    del lost[0]
 
 
 class CoreInRay(Placement):
