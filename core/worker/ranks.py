@@ -90,12 +90,13 @@ class Ranks:
         self._host, self._owner = host, os.getpid()
         self._gate: RankGate | None = None
         self._num_local = parallel.num_local_ranks
-        self._folder = tempfile.mkdtemp(prefix="mainspring-ranks-", dir=host.folder)
-        self.store = f"file://{self._folder}/store"
-        if self._num_local < self.size:
+        remote = self._num_local < self.size
+        if remote:
             keys = load_keypair(parallel.rank_key_file or config_folder() / DEFAULT_KEY)
-            self.store = f"tcp://{parallel.master_addr}:{free_port(parallel.master_addr)}"
+            port = free_port(parallel.master_addr)
             self._gate = RankGate(parallel.rank_address, keys.secret)
+        self._folder = tempfile.mkdtemp(prefix="mainspring-ranks-", dir=host.folder)
+        self.store = f"tcp://{parallel.master_addr}:{port}" if remote else f"file://{self._folder}/store"
         self._launch = RankLaunch(
             config,
             0,
