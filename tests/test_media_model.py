@@ -23,7 +23,7 @@ from mainspring.benchmarks.architectures_media import (
 from mainspring.benchmarks.tiny_media import IMAGE, build
 from mainspring.core.memory.updates import TableUpdate
 from mainspring.core.model.media.door import Door
-from mainspring.core.model.media.features import EncodedItem, join_inputs, join_outputs
+from mainspring.core.model.media.features import EncodedItem, encode_item, join_inputs, join_outputs
 from mainspring.core.model.media.merge import MergedPrompt, Merger, reach_of
 from mainspring.core.plan.control import DropMedia, KeepMedia
 from mainspring.core.plan.step import NewSequence, SequenceMedia, StepPlan
@@ -242,6 +242,18 @@ def test_the_reach_of_tokens_is_read_from_the_mask_alone() -> None:
     assert seen is not None
     assert seen.tolist() == [0, 3, 3, 3, 4, 5, 7, 7]
     assert reach_of(lambda _b, _h, query, key: key <= query, 8, torch.device("cpu")) is None
+
+
+def test_the_mask_of_a_long_audio_is_kept_because_positions_depend_on_it() -> None:
+    model = build("qwen2_5_omni")[0].thinker
+    frames = 9000
+    arrays = {
+        "input_features": torch.zeros(1, model.config.audio_config.num_mel_bins, frames),
+        "feature_attention_mask": torch.ones(1, frames, dtype=torch.int64),
+    }
+    inputs = encode_item(model, "audio", arrays).inputs
+    assert inputs["feature_attention_mask"].sum() == frames
+    assert inputs["input_features"].untyped_storage().nbytes() == 4
 
 
 def test_items_are_joined_as_if_the_processor_had_made_them_together() -> None:

@@ -87,7 +87,9 @@ def encode_item(model: PreTrainedModel, modality: str, arrays: Mapping[str, torc
 
 
 def _shape_of(x: torch.Tensor) -> torch.Tensor:
-    return x if x.nbytes <= SMALL_BYTES else x.new_zeros(()).expand(x.shape)
+    """What positions depend on, or else zeros that take no memory. A mask of frames is long if the audio is."""
+    kept = x.nbytes <= SMALL_BYTES or (x.dim() <= 2 and not x.is_floating_point())
+    return x if kept else x.new_zeros(()).expand(x.shape)
 
 
 def join_inputs(items: Sequence[EncodedItem]) -> dict[str, torch.Tensor]:
