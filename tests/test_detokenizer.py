@@ -134,6 +134,16 @@ def test_a_character_that_the_prompt_left_unfinished_is_finished() -> None:
     assert streamed(PLAIN_BYTES, ids[:1], [*ids[1:2], *ids[:1]]) == ["é", "", "\ufffd"]
 
 
+@pytest.mark.parametrize("tokenizer", [PLAIN_BYTES, LLAMA], ids=["byte level", "llama"])
+def test_a_character_that_stays_unfinished_is_replaced_in_the_prompt_alone(tokenizer: Tokenizer) -> None:
+    """Byte-level BPE shows one U+FFFD for such a character, byte fallback one for each byte of it."""
+    [*emoji, letter] = PLAIN_BYTES.encode("🙂a") if tokenizer is PLAIN_BYTES else [*"🙂".encode(), 259]
+    prompt, (third, _) = [letter, *emoji[:2]], emoji[2:]
+    for ids in ([], [letter], [third], [third, letter], [letter, third]):
+        new = tokenizer.decode(prompt + ids).removeprefix(tokenizer.decode(prompt))
+        assert "".join(streamed(tokenizer, prompt, ids)) == new
+
+
 def test_special_tokens_are_left_out_or_written() -> None:
     eos = len(BYTE_LEVEL) - 1
     a = BYTE_LEVEL.encode("a")

@@ -86,6 +86,8 @@ class PieceStream:
         self._first = bool(table.first_loses) and not any(table[token] for token in prompt if token not in skip)
         for token in [token for token in prompt[-16:] if token not in skip][-_MAX_UNFINISHED:]:
             self._utf8.decode(table[token])  # a character that the prompt leaves unfinished is ours to finish
+        # the prompt's text shows these bytes as U+FFFD; if no character comes of them, the output must not repeat it
+        self._of_prompt = self._utf8.buffer.decode("utf-8", table.errors)
 
     def push(self, token: int) -> str:
         if token in self._skip:
@@ -96,10 +98,16 @@ class PieceStream:
             piece = piece.replace(b" ", b"") if self._table.first_loses < 0 else piece.removeprefix(b" ")
         if piece.isascii() and not self._utf8.buffer:  # whole characters, in a third of the decoder's time
             return piece.decode()
-        return self._utf8.decode(piece)
+        return self._new(self._utf8.decode(piece))
 
     def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        return self._new(self._utf8.decode(b"", final=True))
+
+    def _new(self, text: str) -> str:
+        """The decoder's next text without what the prompt's text already has of it."""
+        if self._of_prompt and text:
+            text, self._of_prompt = text.removeprefix(self._of_prompt), ""
+        return text
 
 
 class WindowStream:
