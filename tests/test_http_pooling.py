@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2 as httpx
 import numpy as np
@@ -16,7 +19,11 @@ from transformers import AutoModelForSequenceClassification
 import pooled
 from daemons import short_folder
 from http_servers import HttpServer
-from mainspring import LLM
+from mainspring import LLM, AsyncEngineArgs, AsyncLLMEngine
+from mainspring.web import pooling
+from mainspring.web.exchange import Request
+from mainspring.web.service import Service
+from mainspring.web.tenants import Tenant
 
 pytestmark = pytest.mark.slow
 
@@ -97,6 +104,43 @@ def test_pooling_gives_what_the_task_gives(server: HttpServer) -> None:
     (one,) = post(server, "/pooling", input=TEXTS[0], task="token_embed")["data"]
     assert len(one["data"][0]) == 64
     assert len(one["data"]) == post(server, "/tokenize", prompt=TEXTS[0])["count"]
+
+
+def test_many_vectors_are_worked_on_beside_the_loop(embedder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The body of a request with many short texts is small, but its vectors are not."""
+    threads: list[threading.Thread] = []
+
+    def watched(work: Callable[..., Any], *given: Any) -> Any:
+        threads.append(threading.current_thread())
+        return work(*given)
+
+    for name in ("_encoded", "cosine"):
+        monkeypatch.setattr(pooling, name, partial(watched, getattr(pooling, name)))
+
+    async def threads_of(api: pooling.PoolingApi, request: Request, count: int) -> list[bool]:
+        texts: list[Any] = ["a"] * count
+        in_loop = []
+        for asked in (
+            api.embeddings(request, pooling.InputBody(input=texts)),
+            api.pooling(request, pooling.InputBody(input=texts)),
+            api.score(request, pooling.ScoreBody(text_1="a", text_2=texts)),
+        ):
+            threads.clear()
+            await asked
+            assert len(threads) == count
+            in_loop.append(threading.current_thread() in threads)
+        return in_loop
+
+    async def run() -> None:
+        async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs(str(embedder), runner="pooling")) as engine:
+            tenant = Tenant("one", 1.0, False, lambda _: engine)
+            scope = {"method": "POST", "path": "/", "query_string": b"", "headers": []}
+            api = pooling.PoolingApi(Service(*cast(Any, (None, None, "m", {}, None))))
+            request = Request(scope, tenant, {}, 100)
+            assert await threads_of(api, request, 3) == [True, True, True]
+            assert await threads_of(api, request, pooling.LARGE_DATA // 64 + 1) == [False, False, False]
+
+    asyncio.run(run())
 
 
 def test_what_a_pooling_model_can_not_do(server: HttpServer) -> None:

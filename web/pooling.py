@@ -19,17 +19,20 @@ from ..engine.text.chat_media import plain_prompt
 from ..ipc.errors import ModelNotFoundError
 from ..ipc.pooling_params import PoolingParams
 from .bodies import listed_inputs
-from .exchange import Answer, Request, answer
+from .exchange import Answer, Request, answer, json_of
 from .failures import HttpError
 from .service import Service, made, new_id
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..engine.async_llm_engine import AsyncLLMEngine
     from ..engine.request.outputs import PoolingOutput, PoolingRequestOutput
     from ..ipc.config import ModelConfig
 
 MAX_INPUTS = 2048  # of one request, as OpenAI has it
 MAX_TOKENS = 1 << 22  # of one request
+LARGE_DATA = 16 << 10  # numbers of vectors, which take about 1 ms as JSON; more are worked on in a thread
 MEDIA_AT_ONCE = 8  # prompts with media of one request that are prepared or computed at a time
 
 Input = str | list[str | int | list[int]]
@@ -101,30 +104,43 @@ class PoolingApi:
 
     async def embeddings(self, request: Request, body: InputBody) -> Answer:
         _, outputs = await self._of_inputs(request, body, "embed")
-        data = [
-            {"object": "embedding", "index": at, "embedding": _encoded(one.outputs.data, body.encoding_format)}
-            for at, one in enumerate(outputs)
-        ]
-        return self._listed(body, "embd", data, outputs)
+
+        def make() -> Answer:
+            data = [
+                {"object": "embedding", "index": at, "embedding": _encoded(one.outputs.data, body.encoding_format)}
+                for at, one in enumerate(outputs)
+            ]
+            return self._listed(body, "embd", data, outputs)
+
+        return await made(request, make, _are_large(outputs))
 
     async def pooling(self, request: Request, body: InputBody) -> Answer:
         _, outputs = await self._of_inputs(request, body, body.task)
-        data = [
-            {"object": "pooling", "index": at, "data": _encoded(one.outputs.data, body.encoding_format)}
-            for at, one in enumerate(outputs)
-        ]
-        return self._listed(body, "pool", data, outputs)
+
+        def make() -> Answer:
+            data = [
+                {"object": "pooling", "index": at, "data": _encoded(one.outputs.data, body.encoding_format)}
+                for at, one in enumerate(outputs)
+            ]
+            return self._listed(body, "pool", data, outputs)
+
+        return await made(request, make, _are_large(outputs))
 
     async def classify(self, request: Request, body: InputBody) -> Answer:
         engine, outputs = await self._of_inputs(request, body, "classify")
         if self._labels is None:  # in a thread, because it imports transformers
             self._labels = await asyncio.to_thread(_labels, engine.model_config)
-        data = []
-        for at, one in enumerate(outputs):
-            probs = one.outputs.data.tolist()
-            best = max(range(len(probs)), key=probs.__getitem__)
-            data.append({"index": at, "label": self._labels.get(best), "probs": probs, "num_classes": len(probs)})
-        return self._listed(body, "classify", data, outputs)
+        labels = self._labels
+
+        def make() -> Answer:
+            data = []
+            for at, one in enumerate(outputs):
+                probs = one.outputs.data
+                label = labels.get(int(probs.argmax()))
+                data.append({"index": at, "label": label, "probs": _encoded(probs), "num_classes": len(probs)})
+            return self._listed(body, "classify", data, outputs)
+
+        return await made(request, make, _are_large(outputs))
 
     async def score(self, request: Request, body: ScoreBody) -> Answer:
         ones = next((one for one in (body.text_1, body.queries, body.data_1) if one is not None), None)
@@ -190,15 +206,15 @@ class PoolingApi:
             both = zip([*firsts] * (len(seconds) // len(firsts)), seconds, strict=True)
             # in a thread, because a long query is encoded again for each document
             make = partial(_few_tokens, (pair_prompt(tokenizer, one, two) for one, two in both))
-            pairs = await made(request, make, waits=True)
+            pairs = await made(request, make, takes_long=True)
             outputs = await self._pooled(request, body, engine, pairs, "classify")
             return [float(one.outputs.data[0]) for one in outputs], outputs
         task = _task(engine, "embed")
         outputs = await self._pooled(request, body, engine, [*firsts, *seconds], task)
         vectors = [one.outputs.data for one in outputs]
         likeness = late_interaction if task == "token_embed" else cosine
-        left = vectors[: len(firsts)] * (len(seconds) // len(firsts))
-        return [likeness(one, two) for one, two in zip(left, vectors[len(firsts) :], strict=True)], outputs
+        both = zip(vectors[: len(firsts)] * (len(seconds) // len(firsts)), vectors[len(firsts) :], strict=True)
+        return await made(request, lambda: [likeness(*each) for each in both], _are_large(outputs)), outputs
 
     async def _pooled(
         self,
@@ -345,11 +361,18 @@ def _chat_prompt(engine: AsyncLLMEngine, body: InputBody) -> Any:
     return chat_prompt(tokenizer, messages, **more)
 
 
-def _encoded(data: Any, encoding: Encoding | None) -> Any:
-    """A vector as numbers, or as base64 of little-endian float32."""
+def _are_large(outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> bool:
+    return sum(one.outputs.data.size for one in outputs) > LARGE_DATA
+
+
+def _encoded(data: np.ndarray, encoding: Encoding | None = None) -> msgspec.Raw:
+    """The JSON of a vector, or of one for each token, as numbers or as base64 of little-endian float32. It is made one
+    vector at a time, because the event loop can't run while the encoder does, even if that is in a thread."""
     if encoding == "base64":
-        return base64.b64encode(data.astype("<f4").tobytes()).decode()
-    return data.tolist()
+        return msgspec.Raw(b'"%b"' % base64.b64encode(data.astype("<f4").tobytes()))
+    if data.ndim == 1:
+        return msgspec.Raw(json_of(data.tolist()))
+    return msgspec.Raw(b"[%b]" % b",".join(json_of(vector.tolist()) for vector in data))
 
 
 def _usage(outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> dict[str, Any]:

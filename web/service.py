@@ -131,9 +131,9 @@ class Service:
             )
 
 
-async def made(request: Request, make: Callable[[], T], waits: bool = False) -> T:
-    """What `make` returns. For a large request, or if it waits for another process, it runs in a thread."""
-    if not waits and request.size < LARGE_BODY:
+async def made(request: Request, make: Callable[[], T], takes_long: bool = False) -> T:
+    """What `make` returns. For a large request, or if it takes long, it runs in a thread."""
+    if not takes_long and request.size < LARGE_BODY:
         return make()
     threads = request.tenant.threads
     await threads.acquire()
