@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -390,3 +392,28 @@ def test_a_python_tokenizer_is_used_where_there_is_no_rust_part(tmp_path: Path) 
     assert ids[-1] == ours.eos_token_id
     assert isinstance(ours, Tokenizer)
     assert len(ours) == len(ours.hf)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_other_threads_run_while_a_long_text_is_encoded(first: bool) -> None:
+    tokenizer, text = load_tokenizer(Path(MODEL_PATH)), "One two three. " * 50_000
+    turn, ran = threading.Lock(), list[bool]()
+
+    def other() -> None:
+        with turn:
+            ran.append(True)
+
+    turn.acquire()
+    thread = threading.Thread(target=other)
+    thread.start()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(100)  # seconds, so that the other thread runs only if a call releases the interpreter lock
+    try:
+        turn.release()
+        assert not ran
+        ids = tokenizer.encode_first(text, True, 3) if first else tokenizer.encode(text)
+        assert ran
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
+    assert tokenizer.encode_first(text[:100], True, 3) == ids[:3]

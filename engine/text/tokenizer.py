@@ -14,7 +14,7 @@ from ...ipc.errors import InvalidArgumentError, InvalidRequestError, ModelNotFou
 from .model_files import read_json
 
 if TYPE_CHECKING:
-    from tokenizers import AddedToken
+    from tokenizers import AddedToken, Encoding
     from tokenizers import Tokenizer as RustTokenizer
 
     from .batch_encoding import BatchEncoding
@@ -168,15 +168,20 @@ class Tokenizer:
         if options or not isinstance(text, str):
             ids = self(text, text_pair, add_special_tokens=add_special_tokens, **options)["input_ids"]
             return cast(list[int], ids)
-        if len(text) > _LONG_TEXT and not text_pair:
-            return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
-        return self.backend.encode(text, text_pair or None, add_special_tokens=add_special_tokens).ids
+        if text_pair:
+            return self.backend.encode(text, text_pair, add_special_tokens=add_special_tokens).ids
+        return self._encoding(text, add_special_tokens).ids
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> Encoding:
+        if len(text) > _LONG_TEXT:
+            return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        return self.backend.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_first(self, text: str, add_special_tokens: bool, most: int) -> list[int]:
         """At most the first `most` token ids of a text, special tokens included."""
         if not add_special_tokens:
             return self.encode(text, add_special_tokens=False)[:most]
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        encoding = self._encoding(text, False)
         encoding.truncate(max(0, most - self.backend.num_special_tokens_to_add(False)))
         return self.backend.post_process(encoding).ids[:most]
 
