@@ -35,6 +35,14 @@ async def cancel_when_running(daemon: Daemon, calls: Sequence[Coroutine[Any, Any
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def certificate(folder: Path) -> tuple[str, str]:
+    """The files of a certificate of 127.0.0.1 and its key."""
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    options = "-x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1".split()
+    subprocess.run(["openssl", "req", *options, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key
+
+
 class HttpServer:
     """The process. Its log goes to a file, because a pipe that is not read would fill up."""
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
+import ssl
 import weakref
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from http_servers import certificate
 from mainspring.web import protocol, worker
 from mainspring.web.app import App
 from mainspring.web.counters import Counters, shared_file
@@ -27,16 +31,22 @@ def _rounds_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_a_connection(
-    app: Any, talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, bytes]]
+    app: Any,
+    talk: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, bytes]],
+    files: tuple[str, str] | None = None,
 ) -> bytes:
-    """What `talk` finds out on a connection to a server of this application."""
+    """What `talk` finds out on a connection to a server of this application; `files`: of `certificate`, for https."""
+    mine = theirs = None
+    if files is not None:
+        mine, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=files[0])
+        mine.load_cert_chain(*files)
 
     async def run() -> bytes:
         config, state = uvicorn.Config(app, ws="none", lifespan="off", log_config=None), ServerState()
         config.load()
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: protocol.LimitedProtocol(config, state, {}), "127.0.0.1", 0)
-        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        server = await loop.create_server(lambda: protocol.LimitedProtocol(config, state, {}), "127.0.0.1", 0, ssl=mine)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), ssl=theirs)
         try:
             return await asyncio.wait_for(talk(reader, writer), 20)
         finally:
@@ -404,25 +414,39 @@ def test_who_has_left_is_told_of_at_once() -> None:
     assert on_a_connection(app, talk) == b"told"
 
 
+TLS = pytest.param(True, marks=pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="only Linux has TCP_INFO"))
+
+
+@pytest.mark.parametrize("tls", [False, TLS])
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_client_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch, reads: bool) -> None:
+def test_a_client_that_reads_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reads: bool, tls: bool
+) -> None:
     monkeypatch.setattr(protocol, "UNREAD_SECONDS", 0.2)
-    size = 64 << 20
+    part, count = bytes(1 << 20), 64
+    left = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        headers = [(b"content-length", b"%d" % size)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": bytes(size)})
+        assert scope["scheme"] == ("https" if tls else "http")
+        scope["extensions"][DIRECT].watch(left.set)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for number in range(count):
+            await send({"type": "http.response.body", "body": part, "more_body": number < count - 1})
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")
         if not reads:
-            await asyncio.sleep(1.0)
-        try:
-            await reader.readexactly(size)
-        except (asyncio.IncompleteReadError, ConnectionResetError):
+            await left.wait()
             return b"left"
+        size = 0
+        while size < len(part) * count:
+            try:
+                size += len(await reader.readexactly(4 << 20))
+            except asyncio.IncompleteReadError as error:
+                return b"all" if error.partial.endswith(b"\r\n0\r\n\r\n") else b"left"
+            await asyncio.sleep(0.05)
         return b"all"
 
-    assert on_a_connection(app, talk) == (b"all" if reads else b"left")
+    files = certificate(tmp_path) if tls else None
+    assert on_a_connection(app, talk, files) == (b"all" if reads else b"left")

@@ -10,7 +10,6 @@ import re
 import signal
 import socket
 import ssl
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ import psutil
 import pytest
 
 from daemons import PATIENCE_S, Daemon, short_folder, until
-from http_servers import HttpServer
+from http_servers import HttpServer, certificate
 from mainspring.ipc.connection import ask_status
 
 pytestmark = pytest.mark.slow
@@ -283,14 +282,10 @@ def test_a_port_that_is_taken_and_an_address_for_others(folder: Path, calm: Daem
 
 
 def test_tls(folder: Path, calm: Daemon, tmp_path: Path) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    options = "-x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1".split()
-    command = ["openssl", "req", *options, "-keyout", str(key), "-out", str(cert)]
-    subprocess.run(command, check=True, capture_output=True)
-    files = ("--tls-cert", str(cert), "--tls-key", str(key))
-    server = HttpServer(folder, *files, "--connect", calm.address).wait_ready()
+    cert, key = certificate(tmp_path)
+    server = HttpServer(folder, "--tls-cert", cert, "--tls-key", key, "--connect", calm.address).wait_ready()
     try:
-        context = ssl.create_default_context(cafile=str(cert))
+        context = ssl.create_default_context(cafile=cert)
         assert server.url.startswith("https://")
         assert httpx.get(f"{server.url}/v1/models", verify=context).json()["object"] == "list"
         found = httpx.post(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Callable
@@ -169,7 +171,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self.scheme == "http":  # with TLS, what waits is in two buffers, of which one can be asked
+        if self.scheme == "http" or hasattr(socket, "TCP_INFO"):  # only Linux has it
             self._wait_for_reader()
 
     def resume_writing(self) -> None:
@@ -177,14 +179,21 @@ class LimitedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def _wait_for_reader(self) -> None:
-        waiting = self.transport.get_write_buffer_size()
-        self._unread = self.loop.call_later(UNREAD_SECONDS, self._check_reader, waiting)
+        self._unread = self.loop.call_later(UNREAD_SECONDS, self._check_reader, self._taken())
 
     def _check_reader(self, before: int) -> None:
-        if self.transport.get_write_buffer_size() < before:
+        if self._taken() > before:
             self._wait_for_reader()
         else:
             self.transport.abort()
+
+    def _taken(self) -> int:
+        """A number that grows when the client's side takes bytes, and only then while writing is paused."""
+        if self.scheme == "http":
+            return -self.transport.get_write_buffer_size()
+        # with TLS, what waits is in two buffers, of which one can be asked
+        info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+        return int(struct.unpack_from("Q", info, 120)[0])  # tcpi_bytes_acked
 
     def _end_unread(self) -> None:
         if self._unread is not None:
