@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,8 +40,8 @@ from mainspring.web.openapi import document
 from mainspring.web.pooling import MAX_INPUTS, PoolingApi, RerankBody
 from mainspring.web.reader import Piece, delta_of, read_whole
 from mainspring.web.router import Router
-from mainspring.web.service import Service, together
-from mainspring.web.tenants import Tenant, Tenants, digest, load_api_keys
+from mainspring.web.service import LARGE_BODY, Service, made, together
+from mainspring.web.tenants import THREADS, Tenant, Tenants, digest, load_api_keys
 from test_async_llm_engine import ScriptedClient
 from test_detokenizer import LLAMA, PLAIN_BYTES, WORDPIECE
 
@@ -207,6 +208,21 @@ def test_pages_of_other_origins_may_ask_only_if_they_are_listed(router: Router, 
     assert found.headers[b"access-control-allow-headers"] == names[1], "those of OpenAI's client, too"
 
 
+def test_headers_for_pages_of_other_origins_are_sent_once(router: Router, counters: Counters) -> None:
+    async def events(request: Request, body: Any) -> Events:
+        async def parts() -> AsyncIterator[bytes]:
+            yield event({"text": "x"})
+
+        return Events(parts())
+
+    router.add("GET", "/events", events)
+    app = app_of(router, counters, origins=["*"])
+    for method, path in (("GET", "/things"), ("GET", "/events"), ("GET", "/none"), ("OPTIONS", "/things")):
+        names = [name for name, _ in Exchange(app, method, path, headers=[(b"origin", b"http://a")]).sent[0]["headers"]]
+        assert b"access-control-allow-origin" in names
+        assert len(names) == len(set(names))
+
+
 def test_an_error_before_the_first_event_is_a_status_and_later_an_event(counters: Counters) -> None:
     async def events(count: int) -> AsyncIterator[bytes]:
         for number in range(count):
@@ -362,6 +378,45 @@ def test_a_chat_template_of_a_request_is_refused_unless_they_are_trusted() -> No
     with pytest.raises(HttpError, match="--trust-request-chat-template"):
         Service(*given).check_template("{{ messages }}")
     Service(*given, trusts_templates=True).check_template("{{ messages }}")
+
+
+def test_threads_are_limited_for_each_tenant_until_their_work_ends() -> None:
+    goes_on, began = threading.Event(), list[int]()
+
+    def request_of(one: Tenant) -> Request:
+        scope = {"method": "POST", "path": "/", "query_string": b"", "headers": []}
+        return Request(scope, one, {}, LARGE_BODY)
+
+    async def settled(count: int) -> None:
+        while len(began) < count:
+            await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4 * THREADS))
+        mine, other = request_of(tenant("one")), request_of(tenant("two"))
+
+        def work(number: int) -> int:
+            began.append(number)
+            goes_on.wait()
+            return number
+
+        tasks = [asyncio.create_task(made(mine, partial(work, number))) for number in range(THREADS + 1)]
+        await settled(THREADS)
+        assert await made(other, lambda: "at once") == "at once"
+        tasks[0].cancel()  # its client leaves, but its thread works on
+        await asyncio.wait(tasks[:1])
+        assert await made(other, lambda: "at once") == "at once"
+        assert began == [*range(THREADS)], "the last one waits"
+        goes_on.set()
+        assert await asyncio.gather(*tasks[1:]) == [*range(1, THREADS + 1)]
+
+    async def guarded() -> None:
+        try:
+            await asyncio.wait_for(run(), 20)
+        finally:
+            goes_on.set()
+
+    asyncio.run(guarded())
 
 
 def test_pairs_of_texts_are_counted_and_then_encoded_beside_the_loop() -> None:
