@@ -22,6 +22,7 @@ from http_servers import HttpServer
 from mainspring import LLM, AsyncEngineArgs, AsyncLLMEngine
 from mainspring.web import pooling
 from mainspring.web.exchange import Request
+from mainspring.web.failures import HttpError
 from mainspring.web.service import Service
 from mainspring.web.tenants import Tenant
 
@@ -106,6 +107,13 @@ def test_pooling_gives_what_the_task_gives(server: HttpServer) -> None:
     assert len(one["data"]) == post(server, "/tokenize", prompt=TEXTS[0])["count"]
 
 
+def api_of(engine: AsyncLLMEngine) -> tuple[pooling.PoolingApi, Request]:
+    """The handlers in this process, and a request with a small body."""
+    tenant = Tenant("one", 1.0, False, lambda _: engine)
+    scope = {"method": "POST", "path": "/", "query_string": b"", "headers": []}
+    return pooling.PoolingApi(Service(*cast(Any, (None, None, "m", {}, None)))), Request(scope, tenant, {}, 100)
+
+
 def test_many_vectors_are_worked_on_beside_the_loop(embedder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The body of a request with many short texts is small, but its vectors are not."""
     threads: list[threading.Thread] = []
@@ -133,10 +141,7 @@ def test_many_vectors_are_worked_on_beside_the_loop(embedder: Path, monkeypatch:
 
     async def run() -> None:
         async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs(str(embedder), runner="pooling")) as engine:
-            tenant = Tenant("one", 1.0, False, lambda _: engine)
-            scope = {"method": "POST", "path": "/", "query_string": b"", "headers": []}
-            api = pooling.PoolingApi(Service(*cast(Any, (None, None, "m", {}, None))))
-            request = Request(scope, tenant, {}, 100)
+            api, request = api_of(engine)
             assert await threads_of(api, request, 3) == [True, True, True]
             assert await threads_of(api, request, pooling.LARGE_DATA // 64 + 1) == [False, False, False]
 
@@ -180,3 +185,31 @@ def test_a_cross_encoder_scores_pairs(scorer: HttpServer, classifier: Path) -> N
     assert [one["label"] for one in found["data"]] == ["relevant"] * 3
     found = post(scorer, "/v2/rerank", query="a fox", documents=TEXTS)
     assert [one["index"] for one in found["results"]] == sorted(range(3), key=lambda at: -expected[at])
+
+
+def test_pairs_are_limited_in_number_and_in_tokens(classifier: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        async with AsyncLLMEngine.from_engine_args(AsyncEngineArgs(str(classifier), runner="pooling")) as engine:
+            api, request = api_of(engine)
+            tokenizer = await engine.get_tokenizer()
+            encoded: list[int] = []  # tokens of each pair
+
+            def encode_pair(one: str, two: str, encode: Any = tokenizer.encode_pair) -> Any:
+                found = encode(one, two)
+                encoded.append(len(found[0]))
+                return found
+
+            monkeypatch.setattr(tokenizer, "encode_pair", encode_pair)
+            body = pooling.ScoreBody(text_1="a fox", text_2=[*TEXTS])
+            await api.score(request, body)
+            first, second, _ = encoded
+            encoded.clear()
+            monkeypatch.setattr(pooling, "MAX_TOKENS", first + second - 1)
+            with pytest.raises(HttpError, match="tokens together"):
+                await api.score(request, body)
+            assert encoded == [first, second], "no more are encoded"
+            many: list[Any] = ["a"] * (pooling.MAX_INPUTS + 1)
+            with pytest.raises(HttpError, match="there are 2049 inputs; the limit is 2048"):
+                await api.score(request, pooling.ScoreBody(text_1=many, text_2=many))
+
+    asyncio.run(run())

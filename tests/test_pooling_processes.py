@@ -84,6 +84,15 @@ def test_a_daemon_serves_vectors_to_all(daemon: Daemon, expected: list[np.ndarra
         assert raised.value.outputs is None, "nothing was computed"
 
 
+def test_vectors_can_be_written_to(daemon: Daemon, expected: list[np.ndarray]) -> None:
+    with LLM(connect=daemon.address) as llm:
+        for task in ("embed", "token_embed"):
+            [found] = llm.encode(PROMPTS[0], pooling_task=task, use_tqdm=False)
+            found.outputs.data[:] = 7.0
+        [again] = llm.encode(PROMPTS[0], pooling_task="embed", use_tqdm=False)
+    assert same([again.outputs.data], expected[:1])
+
+
 def test_an_async_engine_yields_each_vector_once(daemon: Daemon, expected: list[np.ndarray]) -> None:
     async def one(engine: AsyncLLMEngine, number: int) -> np.ndarray:
         outputs = [output async for output in engine.encode(PROMPTS[number], PoolingParams(), f"r{number}")]
