@@ -278,6 +278,16 @@ def test_llm_beam_search_gives_prompt_and_output(llm: LLM, plain: Plain) -> None
     assert given[2].sequences[0].text != given[2].sequences[1].text
 
 
+def test_a_search_needs_no_tokenizer(path: Path, plain: Plain) -> None:
+    prompt = tokens(8)
+    search = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True, length_penalty=0.0)
+    with LLM(str(path), max_model_len=256, skip_tokenizer_init=True) as llm:
+        [found] = llm.beam_search([prompt], search)
+    wanted = reference(plain, prompt, 3, 6, length_penalty=0.0)[:3]
+    assert [one.tokens for one in found.sequences] == [[*prompt, *beam.token_ids] for beam in wanted]
+    assert [one.text for one in found.sequences] == [""] * 3
+
+
 def test_llm_generate_takes_beams_and_others_together(llm: LLM, alone: dict[str, Any]) -> None:
     prompts, params = zip(*jobs().values(), strict=True)
     found = llm.generate([list(prompt) for prompt in prompts], list(params), use_tqdm=False)
