@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = 256 << 20
 MAX_FRAMES = 16
+MAX_DIMENSIONS = 32  # of a tensor
 Frame = bytes | bytearray | memoryview
 
 _HEADER = struct.Struct(">2sBB8sI")  # magic, protocol version, kind, instance id, epoch
@@ -116,6 +117,8 @@ def read_tensor(tensor: Tensor, frames: Sequence[Frame]) -> np.ndarray:
     names |= {"uint8": "|u1", "bool": "|b1"}
     if tensor.dtype not in names:
         raise ProtocolError(f"tensor dtype {tensor.dtype!r} is not one of {', '.join(names)}")
+    if len(tensor.shape) > MAX_DIMENSIONS:  # the product below is quadratic in their number
+        raise ProtocolError(f"tensor of {len(tensor.shape)} dimensions, more than {MAX_DIMENSIONS}")
     if any(n < 0 for n in tensor.shape):
         raise ProtocolError(f"tensor shape {tensor.shape} is negative")
     flat = np.frombuffer(memoryview(frames[tensor.frame]).toreadonly(), dtype=np.uint8)

@@ -90,6 +90,7 @@ def test_an_array_that_is_not_contiguous_is_sent_in_order() -> None:
         (Tensor(0, "float32", [2]), [bytes(4)]),
         (Tensor(0, "float32", [1]), [bytes(5)]),
         (Tensor(0, "float32", [1] * 100), [bytes(4)]),
+        (Tensor(0, "float32", [127] * 1_000_000), [bytes(4)]),
         (Tensor(0, "float32", [0, 2**62]), [b""]),
         (Tensor(0, "float32", [0, 2**64 - 1]), [b""]),
         (Tensor(0, "float32", [2**62, 2**62]), [bytes(4)]),
