@@ -43,7 +43,7 @@ from ..ipc.messages import (
 from ..ipc.server import CoreServer
 from ..ipc.supervisor import write_message
 from ..ipc.time_slices import take_short_slices
-from ..ipc.transport import CoreLaunch, remove_runtime_dir, wait_for_parent
+from ..ipc.transport import CoreLaunch, process_fd, readable, remove_runtime_dir, wait_for_parent
 from ..kernels import prefault
 from .batched_outputs import OutputBatcher
 
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mainspring.core")
 
 PUBLISH_SECONDS = 0.25  # seconds between two published status snapshots
+TERMINATED_TOGETHER_SECONDS = 0.5  # time in which one SIGTERM to all processes has ended the supervisor, too
 STUCK_SECONDS = 10.0  # time that the main thread has to report that a rank has died while it loaded the model
 RATE_SECONDS = 5.0  # length in seconds of the window over which the status averages tokens per second
 
@@ -67,8 +68,7 @@ def main() -> int:
     if launch.number:
         parallel = msgspec.structs.replace(launch.config.parallel_config, data_parallel_rank=launch.number)
         launch.config = msgspec.structs.replace(launch.config, parallel_config=parallel)
-    # A signal may end this process and its parent at the same moment. So this process removes the runtime folder, too.
-    signal.signal(signal.SIGTERM, lambda *_: _leave(launch))
+    signal.signal(signal.SIGTERM, lambda *_: _terminated(launch))
     threading.Thread(target=_end_with_parent, args=(launch,), name="mainspring-parent", daemon=True).start()
     report = functools.partial(write_message, launch.report_fd)
     try:
@@ -337,6 +337,18 @@ def _end(error: BaseException, report: Callable[[msgspec.Struct], None]) -> NoRe
 
 def _end_with_parent(launch: CoreLaunch) -> None:
     wait_for_parent(launch.parent_pid)
+    _leave(launch)
+
+
+def _terminated(launch: CoreLaunch) -> NoReturn:
+    """End on SIGTERM. The supervisor removes the runtime folder, which it needs for the next core if the signal did not
+    come from it. The same signal may end the supervisor at this moment: then this process removes the folder."""
+    parallel, seqs = launch.config.parallel_config, launch.config.scheduler_config.max_num_seqs
+    journal = Journal(launch.journal_fd, seqs, parallel.num_local_ranks)
+    if journal.phase is not Phase.DRAINING and (fd := process_fd(launch.parent_pid)) is not None:
+        readable([fd], TERMINATED_TOGETHER_SECONDS)
+    if os.getppid() == launch.parent_pid:
+        os._exit(0)
     _leave(launch)
 
 

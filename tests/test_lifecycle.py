@@ -214,6 +214,18 @@ def test_a_frontend_and_its_core_terminated_together_leave_nothing(folder: Path)
 
 
 @pytest.mark.slow
+def test_another_core_takes_the_place_of_one_that_was_terminated(folder: Path) -> None:
+    client = SyncClient.launch(config())
+    for _ in range(2):
+        (core,) = cores_of()
+        core.terminate()
+        assert eventually(lambda pid=core.pid: is_gone(pid))
+        assert client.call("ping") is None
+    client.close()
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.slow
 def test_a_client_without_references_ends_its_core(folder: Path) -> None:
     client = SyncClient.launch(config())
     (core,) = cores_of()
