@@ -105,7 +105,7 @@ class CoreGroup:
         except BaseException:
             self.media.close()
             for one in self.supervisors.values():
-                if one.ready:
+                if one.ready or one.core_pid is None:
                     one.end()
                 else:
                     one.stop()

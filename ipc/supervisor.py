@@ -160,6 +160,7 @@ class Supervisor:
         """Let the core finish its requests, for at most `drain_timeout` seconds, and let `run` return. A second call
         kills the core."""
         self._stops += 1
+        self._journal.set_phase(Phase.DRAINING)  # tells the core who sends the signal
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM if self._stops == 1 else signal.SIGKILL)
@@ -327,9 +328,12 @@ class Supervisor:
         return not self._stops
 
     def end(self) -> None:
-        """End the core, and close what belongs to it. `run` does this by itself."""
+        """End the core, and close what belongs to it. `run` does this by itself. A second call does nothing."""
+        if self._crash_file.closed:
+            return
         self.ready = False
         if self._process is not None and self._process.poll() is None:
+            self._journal.set_phase(Phase.DRAINING)
             _end_process(self._process, signal.SIGTERM, END_SECONDS)
         self._on_state = None  # a reference to the owner of this object
         if self._process is not None:

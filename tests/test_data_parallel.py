@@ -4,6 +4,7 @@ kills cores is found wherever it goes. Most tests have cores without a model (st
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import os
 import signal
@@ -36,6 +37,7 @@ from mainspring.ipc.errors import (
     ConnectError,
     EngineDeadError,
     EngineStartError,
+    InvalidArgumentError,
     InvalidRequestError,
     NotSupportedError,
     RequestFailedError,
@@ -547,6 +549,21 @@ def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Co
         yield group, address, script
         group.stop()
         thread.join()
+
+
+def test_cores_that_never_started_leave_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_process.replace_cores(tmp_path, monkeypatch)
+    (script := tmp_path / "script").write_text("there is no memory for it")
+    config = msgspec.structs.replace(configured(3), model_config=ModelConfig(model=str(script)))
+
+    def descriptors() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    with pytest.raises(InvalidArgumentError, match="there is no memory for it"):
+        EmbeddedCores(config)
+    assert descriptors() == before
 
 
 def test_scale_says_why_a_core_did_not_start_and_tries_again(daemon: tuple[CoreGroup, str, Path]) -> None:
