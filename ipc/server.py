@@ -366,7 +366,7 @@ class CoreServer:
             if self._ready is not None:
                 self._greet(origin, message, frames[0], self._ready)
             elif len(self._early) < MAX_EARLY:
-                self._early[origin] = frames
+                self._early[origin] = frames[:2]  # a Hello has no more
             else:
                 raise OverloadedError(f"{MAX_EARLY} frontends wait for the model to load: connect again later")
             return
