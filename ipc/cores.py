@@ -162,7 +162,8 @@ class Cores:
         present = {number: one for number, one in self._all.items() if number not in self._leaving and not one.error}
         saves = method == "collective_rpc" and args[:1] == ["save_sharded_state"]
         if method in ONE_ANSWERS or saves or not present:
-            any_one = next((one for one in present.values() if one.ready_at is not None), self._first)
+            ready = (one for one in present.values() if one.ready_at is not None)
+            any_one = next(ready, next(iter(present.values()), self._first))
             return any_one.start_call(method, args, arrays)
         asked = _Asked(method, {})
         ranks = self.config.parallel_config.num_ranks
