@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-LIMIT = 50_800
+LIMIT = 51_000
 ROOT = Path(__file__).resolve().parent.parent
 
 
