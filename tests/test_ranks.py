@@ -567,7 +567,8 @@ def test_after_the_death_of_any_rank_every_stream_goes_on(
         assert supervisor.launch.restarts == 1
         why = supervisor.launch.last_crash
         if how == "SIGSTOP":
-            assert f"by hanging (rank {rank} (pid {group[rank].pid}) is stopped)" in why
+            assert "by hanging (" in why
+            assert f"rank {rank} (pid {group[rank].pid}) is stopped" in why  # the other may be a step behind
         elif rank == 1:
             ended = "with exit code 1: RuntimeError: broken by design" if how == "exception" else f"by signal {how}"
             assert f"rank 1 ended {ended}" in why
