@@ -6,7 +6,7 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -105,26 +105,18 @@ class PoolingApi:
     async def embeddings(self, request: Request, body: InputBody) -> Answer:
         _, outputs = await self._of_inputs(request, body, "embed")
 
-        def make() -> Answer:
-            data = [
-                {"object": "embedding", "index": at, "embedding": _encoded(one.outputs.data, body.encoding_format)}
-                for at, one in enumerate(outputs)
-            ]
-            return self._listed(body, "embd", data, outputs)
+        def entry(at: int, one: PoolingOutput) -> dict[str, Any]:
+            return {"object": "embedding", "index": at, "embedding": _encoded(one.data, body.encoding_format)}
 
-        return await made(request, make, _are_large(outputs))
+        return await self._listed(request, body, "embd", outputs, entry)
 
     async def pooling(self, request: Request, body: InputBody) -> Answer:
         _, outputs = await self._of_inputs(request, body, body.task)
 
-        def make() -> Answer:
-            data = [
-                {"object": "pooling", "index": at, "data": _encoded(one.outputs.data, body.encoding_format)}
-                for at, one in enumerate(outputs)
-            ]
-            return self._listed(body, "pool", data, outputs)
+        def entry(at: int, one: PoolingOutput) -> dict[str, Any]:
+            return {"object": "pooling", "index": at, "data": _encoded(one.data, body.encoding_format)}
 
-        return await made(request, make, _are_large(outputs))
+        return await self._listed(request, body, "pool", outputs, entry)
 
     async def classify(self, request: Request, body: InputBody) -> Answer:
         engine, outputs = await self._of_inputs(request, body, "classify")
@@ -132,15 +124,11 @@ class PoolingApi:
             self._labels = await asyncio.to_thread(_labels, engine.model_config)
         labels = self._labels
 
-        def make() -> Answer:
-            data = []
-            for at, one in enumerate(outputs):
-                probs = one.outputs.data
-                label = labels.get(int(probs.argmax()))
-                data.append({"index": at, "label": label, "probs": _encoded(probs), "num_classes": len(probs)})
-            return self._listed(body, "classify", data, outputs)
+        def entry(at: int, one: PoolingOutput) -> dict[str, Any]:
+            label = labels.get(int(one.data.argmax()))
+            return {"index": at, "label": label, "probs": _encoded(one.data), "num_classes": len(one.data)}
 
-        return await made(request, make, _are_large(outputs))
+        return await self._listed(request, body, "classify", outputs, entry)
 
     async def score(self, request: Request, body: ScoreBody) -> Answer:
         ones = next((one for one in (body.text_1, body.queries, body.data_1) if one is not None), None)
@@ -154,7 +142,7 @@ class PoolingApi:
             raise HttpError(400, why, "text_1")
         scores, outputs = await self._scores(request, body, firsts, seconds)
         data = [{"object": "score", "index": at, "score": score} for at, score in enumerate(scores)]
-        return self._listed(body, "score", data, outputs)
+        return self._list(body, "score", data, outputs)
 
     async def rerank(self, request: Request, body: RerankBody) -> Answer:
         documents = _entries(body.documents)
@@ -267,7 +255,22 @@ class PoolingApi:
             for each in tasks:
                 each.cancel()
 
-    def _listed(
+    async def _listed(
+        self,
+        request: Request,
+        body: PoolingBody,
+        prefix: str,
+        outputs: Sequence[PoolingRequestOutput[PoolingOutput]],
+        entry: Callable[[int, PoolingOutput], dict[str, Any]],
+    ) -> Answer:
+        """An answer with an entry for each output, which is made of its index and data."""
+
+        def make() -> Answer:
+            return self._list(body, prefix, [entry(at, one.outputs) for at, one in enumerate(outputs)], outputs)
+
+        return await made(request, make, _are_large(outputs))
+
+    def _list(
         self, body: PoolingBody, prefix: str, data: list[Any], outputs: Sequence[PoolingRequestOutput[PoolingOutput]]
     ) -> Answer:
         model, _ = self._service.model(body.model)
