@@ -341,8 +341,8 @@ def _end_with_parent(launch: CoreLaunch) -> None:
 
 
 def _terminated(launch: CoreLaunch) -> NoReturn:
-    """End on SIGTERM. The supervisor removes the runtime folder, which it needs for the next core if the signal did not
-    come from it. The same signal may end the supervisor at this moment: then this process removes the folder."""
+    """End on SIGTERM. If the supervisor lives, it starts the next core in the runtime folder, or removes the folder. If
+    the same signal ends the supervisor at this moment, this process removes the folder."""
     parallel, seqs = launch.config.parallel_config, launch.config.scheduler_config.max_num_seqs
     journal = Journal(launch.journal_fd, seqs, parallel.num_local_ranks)
     if journal.phase is not Phase.DRAINING and (fd := process_fd(launch.parent_pid)) is not None:

@@ -86,7 +86,8 @@ class CoreGroup:
 
         def start(one: Supervisor) -> None:
             try:
-                self._follow(self.first, one)
+                found = self.first.launch  # as its core has filled it in
+                one.launch.config, one.launch.decisions = found.config, found.decisions
                 one.start()
             except BaseException as error:
                 errors.append(error)
@@ -168,6 +169,7 @@ class CoreGroup:
                 self._in_thread(0, self._join, 0, earlier, leaving)  # the others may be all that serve so far
 
     def _let_leave(self, numbers: Iterable[int]) -> None:
+        """Tell frontends to send these cores no more requests, and stop the cores `LEAVE_SECONDS` later."""
         self._siblings.listen(dict.fromkeys(numbers))
         for number in numbers:
             if number in self.supervisors:
@@ -203,7 +205,7 @@ class CoreGroup:
             serving = next((one for one in self.running if one.ready), self.first)
             with self._lock:
                 one = self._make(number, serving.launch.config)
-            self._follow(serving, one)
+            one.launch.decisions = serving.launch.decisions
             one.launch.state = before = serving.launch.state
             one.start()
             now = serving.launch.state
@@ -244,10 +246,6 @@ class CoreGroup:
     def _on_state(self, now: DesiredState) -> None:
         if now.num_cores is not None:
             self.scale(now.num_cores)
-
-    def _follow(self, serving: Supervisor, one: Supervisor) -> None:
-        """Let a further core do as one that serves has found."""
-        one.launch.config, one.launch.decisions = serving.launch.config, serving.launch.decisions
 
     def _keep(self, one: Supervisor) -> None:
         try:

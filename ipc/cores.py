@@ -165,10 +165,9 @@ class Cores:
             ready = (one for one in present.values() if one.ready_at is not None)
             any_one = next(ready, next(iter(present.values()), self._first))
             return any_one.start_call(method, args, arrays)
-        asked = _Asked(method, {})
+        asked, joins = _Asked(method, {}), method == "init_weight_transfer_engine"
         ranks = self.config.parallel_config.num_ranks
         for number, one in present.items():
-            joins = method == "init_weight_transfer_engine"
             own = _placed(args, number, 1 + max(present), ranks) if joins else args
             asked.parts[number] = one.start_call(method, own, arrays)
         call_id = next(self._first.call_ids)

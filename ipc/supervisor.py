@@ -160,7 +160,7 @@ class Supervisor:
         """Let the core finish its requests, for at most `drain_timeout` seconds, and let `run` return. A second call
         kills the core."""
         self._stops += 1
-        self._journal.set_phase(Phase.DRAINING)  # tells the core who sends the signal
+        self._journal.set_phase(Phase.DRAINING)  # tells the core that the supervisor sends the signal
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM if self._stops == 1 else signal.SIGKILL)
@@ -333,7 +333,7 @@ class Supervisor:
             return
         self.ready = False
         if self._process is not None and self._process.poll() is None:
-            self._journal.set_phase(Phase.DRAINING)
+            self._journal.set_phase(Phase.DRAINING)  # as in `stop`
             _end_process(self._process, signal.SIGTERM, END_SECONDS)
         self._on_state = None  # a reference to the owner of this object
         if self._process is not None:

@@ -83,9 +83,9 @@ class RankedWorker(Worker):
             return self.local.control(record)
         if isinstance(record, records.JoinTrainer):
             self._receivers = self._places(record)
+        with self._ranks.in_step():
+            self.local.catch_up()  # before other ranks, which may be in the middle of a step, are waited for
         with self._ranks.explains():
-            with self._ranks.in_step():
-                self.local.catch_up()  # before other ranks, which may be in the middle of a step, are waited for
             if isinstance(record, _OF_ALL_OR_NONE):
                 return self._change_all(record)
             mine = self.local.control(record)  # if it fails here, the others are not asked

@@ -19,7 +19,7 @@ from ..run.float_products import fast_products
 from .inner_encoder import add_methods
 
 MODALITIES = ("image", "video", "audio")
-SMALL_BYTES = 64 << 10  # arrays up to this size (grids, lengths, masks) are kept, because positions depend on them
+SMALL_BYTES = 64 << 10  # size up to which any array (grids, lengths) is kept, because positions depend on such arrays
 UNREAD = ("hidden_states", "attentions")  # parts of an output that no model merges into its prompt
 
 Method = Callable[..., Any]
