@@ -4,17 +4,18 @@ They are recognised by the types of their positional arguments.
 
 `add_request` takes `request_id, prompt, params`, then:
 
-=======  ==================  ============  ===================  ==========================  ========  ===========
-form     4                   5             6                    7                           8         9
-=======  ==================  ============  ===================  ==========================  ========  ===========
-newest   arrival_time        lora_request  tokenization_kwargs  trace_headers               priority  prompt_text
-middle   arrival_time        lora_request  trace_headers        prompt_adapter_request      priority
-oldest   prompt_token_ids    arrival_time  lora_request         prefix_pos
-=======  ==================  ============  ===================  ==========================  ========  ===========
+======  ================  ============  ===================  ======================  ======================  ===========
+form    4                 5             6                    7                       8                       9
+======  ================  ============  ===================  ======================  ======================  ===========
+newest  arrival_time      lora_request  tokenization_kwargs  trace_headers           priority                prompt_text
+newer   arrival_time      lora_request  tokenization_kwargs  trace_headers           prompt_adapter_request  priority
+middle  arrival_time      lora_request  trace_headers        prompt_adapter_request  priority
+oldest  prompt_token_ids  arrival_time  lora_request         prefix_pos
+======  ================  ============  ===================  ======================  ======================  ===========
 
 A call has the oldest form if 4 is a list, 5 a float, 6 a `LoRARequest` or 7 an int. It has the middle form if 6 is a
-mapping of trace headers only, or 7 a `PromptAdapterRequest`. If 9 is an int, it is `data_parallel_rank`, as in vLLM's
-`AsyncLLM`.
+mapping of trace headers only, or 7 a `PromptAdapterRequest`. It has the newer form if 8 is a `PromptAdapterRequest`, or
+None before an int. If 9 is an int in the newest form, it is `data_parallel_rank`, as in vLLM's `AsyncLLM`.
 
 `generate` of the async engine is `prompt, sampling_params, request_id`, then keywords only, or by position:
 
@@ -114,7 +115,10 @@ def resolve_add_request(
 
     fourth, fifth, sixth, seventh, priority, prompt_text = slots
     rank = older.get(_RANK)
-    if type(prompt_text) is int:
+    if isinstance(priority, PromptAdapterRequest) or (priority is None and type(prompt_text) is int):
+        adapter = _given_once("prompt_adapter_request", priority, adapter)
+        priority, prompt_text = prompt_text or 0, None
+    elif type(prompt_text) is int:
         rank, prompt_text = _given_once(_RANK, prompt_text, rank), None
     oldest = isinstance(fourth, (list, tuple)) or isinstance(fifth, float) or isinstance(sixth, LoRARequest)
     headers = isinstance(sixth, Mapping) and sixth and sixth.keys() <= _TRACE_HEADERS

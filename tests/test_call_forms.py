@@ -27,6 +27,7 @@ from mainspring import (
     ModelConfig,
     ObservabilityConfig,
     ParallelConfig,
+    PromptAdapterRequest,
     SamplingParams,
     SchedulerConfig,
     SpeculativeConfig,
@@ -139,6 +140,7 @@ ADD: dict[str, Call] = {
         "trace_headers": HEADERS, "priority": 3, "prompt_text": "shown",
     }),
     "newest, half and half": ((IDS, P, 1.5), {"trace_headers": HEADERS, "priority": 3, "prompt_text": "shown"}),
+    "newer by position": (("shown", P, 1.5, None, None, HEADERS, None, 3), {"prompt_token_ids": IDS}),
     "middle by position": (("shown", P, 1.5, None, HEADERS, None, 3), {"prompt_token_ids": IDS}),
     "middle by keyword": ((), {
         "prompt": {"prompt_token_ids": IDS, "prompt": "shown"}, "params": P, "arrival_time": 1.5, "lora_request": None,
@@ -245,6 +247,8 @@ class Adapter:
         (("x", P, IDS, 1.5, Adapter()), {}),
         ((IDS, P), {"prompt_adapter_request": Adapter()}),
         ((IDS, P, 1.5, None, HEADERS, Adapter(), 3), {}),
+        ((IDS, P, 1.5, None, None, HEADERS, PromptAdapterRequest("p", 1, "/p", 4), 3), {}),
+        ((IDS, P, 1.5, None, None, HEADERS, PromptAdapterRequest("p", 1, "/p", 4)), {}),
     ],
 )
 def test_an_adapter_is_recognised_where_each_form_has_it(engine: LLMEngine, call: Call) -> None:
