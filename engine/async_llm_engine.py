@@ -56,11 +56,11 @@ class AsyncEngineArgs(EngineArgs):
     disable_log_requests: bool = False
 
     @classmethod
-    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """As `EngineArgs.add_cli_args`, and a flag for each of the two."""
+    def add_cli_args(cls, parser: argparse.ArgumentParser, async_args_only: bool = False) -> argparse.ArgumentParser:
+        """As `EngineArgs.add_cli_args`, and a flag for each of the two; with `async_args_only` only for the two."""
         own = ("enable_log_requests", "Log each request."), ("disable_log_requests", "Log none; the older name, wins.")
         more = (FieldInfo("", name, bool, False, doc, False) for name, doc in own)
-        add_flags(parser, (*FIELDS.values(), *more))
+        add_flags(parser, more if async_args_only else (*FIELDS.values(), *more))
         return parser
 
 

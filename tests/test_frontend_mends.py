@@ -292,6 +292,10 @@ def test_flags_of_the_async_engine() -> None:
     assert AsyncEngineArgs.from_cli_args(parser.parse_args(["--disable-log-requests"])).disable_log_requests
     with pytest.raises(SystemExit):
         EngineArgs.add_cli_args(argparse.ArgumentParser()).parse_args(["--enable-log-requests"])
+    own = AsyncEngineArgs.add_cli_args(argparse.ArgumentParser(), async_args_only=True)
+    assert vars(own.parse_args(["--enable-log-requests"])) == {"enable_log_requests": True}
+    with pytest.raises(SystemExit):
+        own.parse_args(["--max-num-seqs", "3"])
 
 
 # ------------------------------------------------------------------ clients
