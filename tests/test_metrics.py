@@ -24,7 +24,16 @@ from daemons import PATIENCE_S, Daemon, short_folder, until
 from harness import make_core, message, run_core
 from mainspring import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams, StatLoggerBase
 from mainspring.engine.observe import metrics
-from mainspring.engine.observe.metrics import HELP, PREFIX, Counter, Gauge, Histogram, IterationStats, Metric
+from mainspring.engine.observe.metrics import (
+    HELP,
+    PREFIX,
+    Counter,
+    Gauge,
+    Histogram,
+    IterationStats,
+    Metric,
+    StatLoggerManager,
+)
 from mainspring.engine.observe.prometheus import serve_metrics
 from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.config import EngineConfig, ObservabilityConfig
@@ -212,6 +221,23 @@ def test_the_times_of_a_request_follow_one_another_and_add_up(engine: LLMEngine)
     assert seen.arrival_time <= seen.first_scheduled_time <= seen.first_token_time
     assert seen.first_token_time <= seen.last_token_time <= seen.finished_time
     assert (seen.num_preemptions, seen.time_in_queue) == (0, ended.queued_time)
+
+
+def test_metrics_may_be_read_while_a_core_is_heard_of_for_the_first_time() -> None:
+    manager = StatLoggerManager(EngineArgs().create_engine_config())
+
+    class Read(dict[int, Meter]):
+        """Meters that another thread reads just before there is one more."""
+
+        def setdefault(self, core: int, meter: Any = None) -> Any:
+            cores.append({metric.labels["engine"] for metric in manager.metrics()})
+            return super().setdefault(core, meter)
+
+    cores: list[set[str]] = []
+    manager._meters = Read(manager._meters)
+    manager.take(Stats(core=1))
+    cores.append({metric.labels["engine"] for metric in manager.metrics()})
+    assert cores == [{"0"}, {"0", "1"}]
 
 
 def test_an_engines_port_serves_what_it_gives(engine: LLMEngine) -> None:

@@ -251,8 +251,8 @@ class StatLoggerManager:
     def take(self, stats: Stats | None) -> None:
         """Keep the statistics of a core. What follows is counted as this core's."""
         if stats is not None:
+            self.meter = self._meters.setdefault(stats.core, Meter())  # first: `metrics` may run in another thread
             self._stats[stats.core] = stats
-            self.meter = self._meters.setdefault(stats.core, Meter())
 
     def log(self) -> None:
         """Call `log` of every logger."""
