@@ -108,6 +108,21 @@ FRAMES = np.stack([PIXELS, PIXELS + 1])
 
 
 @pytest.mark.parametrize(
+    ("modality", "given"),
+    [("image", PIXELS), ("image", FRAMES), ("video", FRAMES), ("video", [PIXELS, PIXELS]), ("audio", SOUND)],
+)
+def test_an_item_is_as_it_was_given_if_the_caller_changes_its_array(modality: str, given: Any) -> None:
+    own = [one.copy() for one in given] if isinstance(given, list) else given.copy()
+    items = given_items({modality: own})
+    for array in own if isinstance(own, list) else [own]:
+        array[:] = 0
+    for item, expected in zip(items, given_items({modality: given}), strict=True):
+        assert item.input is not None
+        assert expected.input is not None
+        assert np.array_equal(item.input.content, expected.input.content)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
     ("modality", "given", "contents"),
     [
         ("image", FILE, [FILE]),

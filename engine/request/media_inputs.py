@@ -150,7 +150,7 @@ def _is_pil(value: Any) -> bool:
 
 
 def _image(value: Any, what: str) -> MediaInput:
-    return MediaInput("image", _pixels(value, what))
+    return MediaInput("image", _pixels(value, what).copy())  # here and below, because the caller may change its array
 
 
 def _video(value: Any, what: str) -> MediaInput:
@@ -166,7 +166,7 @@ def _video(value: Any, what: str) -> MediaInput:
             raise InvalidRequestError(f"the frames of {what} must be some, all of one size")
         pixels = np.stack(frames)
     else:
-        pixels = _pixels(value, what, 4)
+        pixels = _pixels(value, what, 4).copy()
     told = metadata if isinstance(metadata, Mapping) else {key: getattr(metadata, key, None) for key in _VIDEO_FACTS}
     facts = {key: _plain(told[key]) for key in _VIDEO_FACTS if told.get(key) is not None}
     return MediaInput("video", pixels, facts)
@@ -185,11 +185,11 @@ def _sound(value: Any, what: str) -> MediaInput:
         samples = samples.mean(axis=int(samples.shape[1] < samples.shape[0]))
     if samples.ndim != 1 or samples.dtype.kind != "f":
         raise InvalidRequestError(f"{what} is {samples.dtype} {list(samples.shape)}; it must be floats [samples]")
-    return MediaInput("audio", np.ascontiguousarray(samples, np.float32), facts)
+    return MediaInput("audio", np.array(samples, np.float32), facts)
 
 
 def _pixels(value: Any, what: str, axes: int = 3) -> np.ndarray:
-    """Pixels as uint8 […, height, width, 3]."""
+    """Pixels as uint8 […, height, width, 3], perhaps in the caller's memory."""
     import numpy as np
 
     if axes == 3 and _is_pil(value):
@@ -202,7 +202,7 @@ def _pixels(value: Any, what: str, axes: int = 3) -> np.ndarray:
         shape = ["height", "width", "3"] if axes == 3 else ["frames", "height", "width", "3"]
         text = f"{what} is {pixels.dtype} {list(pixels.shape)}; an array must be uint8 [{', '.join(shape)}]"
         raise InvalidRequestError(text)
-    return np.ascontiguousarray(pixels)
+    return pixels
 
 
 def _array(value: Any, what: str) -> np.ndarray:
