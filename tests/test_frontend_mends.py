@@ -189,6 +189,14 @@ def test_tokenization_kwargs_are_a_dict_of_a_flag(given: Any) -> None:
         PROCESSOR.process_inputs("r", "hello", P, tokenization_kwargs=given)
 
 
+def test_embeddings_are_those_of_the_call() -> None:
+    given = np.ones((3, FACTS.hidden_size), np.float32)
+    request = PROCESSOR.process_inputs("r", {"prompt_embeds": given}, P)
+    given[:] = 0
+    assert request.embeds is not None
+    assert (request.embeds.values == 1).all()
+
+
 # ------------------------------------------------------------------ call forms
 
 HEADERS = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}

@@ -228,7 +228,7 @@ def _read_embeds(value: Any) -> Array:
     embeds = read_array("prompt_embeds", value)
     if embeds.values.ndim != 2:
         raise InvalidRequestError(f"prompt_embeds has shape {list(embeds.values.shape)}; it must be [tokens, hidden]")
-    return embeds
+    return embeds._replace(values=embeds.values.copy())  # the caller may change its array
 
 
 def read_array(name: str, value: Any) -> Array:
