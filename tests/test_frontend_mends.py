@@ -189,6 +189,12 @@ def test_tokenization_kwargs_are_a_dict_of_a_flag(given: Any) -> None:
         PROCESSOR.process_inputs("r", "hello", P, tokenization_kwargs=given)
 
 
+def test_a_length_to_pad_to_needs_padding() -> None:
+    for given in ({"max_length": 4}, {"padding": False, "max_length": 4}):
+        with pytest.raises(InvalidRequestError, match=r"padding is (None|False), and max_length 4"):
+            POOLER.process_inputs("r", [3, 4], PoolingParams(), tokenization_kwargs=given)
+
+
 def test_embeddings_are_those_of_the_call() -> None:
     given = np.ones((3, FACTS.hidden_size), np.float32)
     request = PROCESSOR.process_inputs("r", {"prompt_embeds": given}, P)

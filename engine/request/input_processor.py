@@ -335,7 +335,7 @@ class InputProcessor:
             token_ids = self._checked_text(parsed.text).encode_first(parsed.text, special, keep)
         else:
             token_ids = self.encode(parsed.text or "", special)
-        if tokenization_kwargs.get("padding"):
+        if tokenization_kwargs.get("padding") or tokenization_kwargs.get("max_length") is not None:
             token_ids = self._padded(token_ids, tokenization_kwargs, pooled)
         if keep is None:
             return token_ids
@@ -343,7 +343,7 @@ class InputProcessor:
 
     def _padded(self, token_ids: list[int], tokenization_kwargs: Mapping[str, Any], pooled: bool) -> list[int]:
         """A text's token ids with padding tokens behind them, as some encoders were trained."""
-        wanted, length = tokenization_kwargs["padding"], tokenization_kwargs.get("max_length")
+        wanted, length = tokenization_kwargs.get("padding"), tokenization_kwargs.get("max_length")
         length = self.model.max_model_len if length is None else length
         pad = None if self.tokenizer is None else self.tokenizer.pad_token_id
         longest = self.model.max_model_len
