@@ -147,6 +147,17 @@ def test_prompt_and_ids_are_repeated_in_outputs() -> None:
     assert (output.request_id, output.prompt, output.prompt_token_ids) == ("r", "hello", TOKENIZER.encode("hello"))
 
 
+def test_a_prompt_that_a_caller_changes_in_an_output_is_not_what_is_sent_again() -> None:
+    frontend = Frontend()
+    request = frontend.input.process_inputs("r", [5, 6, 7], SamplingParams(max_tokens=4), own_params=True)
+    (message,) = core_messages(request, frontend.handles)
+    frontend.output.add(request, [message.handle], frontend.now)
+    (output,) = frontend.step([(message.handle, 9)]).outputs
+    assert output.prompt_token_ids == [5, 6, 7]
+    output.prompt_token_ids += output.outputs[0].token_ids
+    assert message.prompt_token_ids == [5, 6, 7]
+
+
 def test_several_tokens_of_one_request_in_one_step_keep_their_order() -> None:
     frontend = Frontend()
     (a,), (b,) = frontend.add("a"), frontend.add("b")

@@ -436,7 +436,7 @@ def core_message(
     return AddRequest(
         handle=handle,
         request_id=request.request_id,
-        prompt_token_ids=[*request.prompt_token_ids, *beam] if beam else request.prompt_token_ids,
+        prompt_token_ids=[*request.prompt_token_ids, *(beam or ())],  # a copy: callers get the request's in outputs
         sampling=Sampling(
             max_tokens=int(max_tokens),
             seed=int(params.seed) if params.width == 1 else child_seed(params.seed, index),
