@@ -194,6 +194,16 @@ def test_a_stop_token_is_the_stop_reason_and_shown_only_if_asked_for() -> None:
         assert output.outputs[0].token_ids[-1] == stop
 
 
+def test_an_end_of_sequence_token_that_the_user_names_is_the_stop_reason_unless_it_is_the_tokenizers() -> None:
+    other = ids("!")[0]
+    for named, last, expected in (([other], other, other), ([], other, None), ([other, EOS], EOS, None)):
+        frontend = Frontend()
+        frontend.input = InputProcessor(TOKENIZER, RequestCheck(FACTS), [EOS, other])
+        (handle,) = frontend.add(stop_token_ids=named)
+        (output,) = play(frontend, handle, [last], "stop")
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", expected)
+
+
 @pytest.mark.parametrize("reason", ["abort", "stop"])  # "stop": the grammar allows no further token
 @pytest.mark.parametrize("kind", [DELTA, FINAL_ONLY])
 def test_an_end_without_a_token_keeps_what_came_before(kind: RequestOutputKind, reason: FinishReason) -> None:
