@@ -277,10 +277,7 @@ class Frontend(FrontendMembers, Generic[C]):
 
     def _register(self, request: EngineCoreRequest) -> tuple[RequestState, list[AddRequest], Sequence[np.ndarray]]:
         """Expect outputs of a request. Returns its state, the messages to send, and the arrays of each message."""
-        if request.params.logits_processors:
-            self._core_here(
-                "logits_processors are functions, which cannot go to another process", "logit_bias, or bad_words"
-            )
+        self._check_functions(request)
         self._check_id(request.request_id)
         if request.trace_headers and self.output_processor.tracer is None and not self._warned_of_trace_headers:
             self._warned_of_trace_headers = True
@@ -288,6 +285,12 @@ class Frontend(FrontendMembers, Generic[C]):
         messages = core_messages(request, self._handles)
         state = self.output_processor.add(request, [message.handle for message in messages], time.monotonic())
         return state, messages, () if request.embeds is None else (request.embeds.values,)
+
+    def _check_functions(self, request: EngineCoreRequest) -> None:
+        if request.params.logits_processors:
+            self._core_here(
+                "logits_processors are functions, which cannot go to another process", "logit_bias, or bad_words"
+            )
 
     def _check_id(self, request_id: str) -> None:
         if request_id in self.output_processor:

@@ -307,6 +307,7 @@ class LLM(EngineMethods, ChatMethods, PoolingMethods):
                     lora_request=loras[at],
                     prompt_adapter_request=prompt_adapter_request,
                 )
+                self.llm_engine._check_functions(request)
             request.params.output_kind = RequestOutputKind.FINAL_ONLY
             requests.append(request)
             if progress is not None:

@@ -325,6 +325,12 @@ def test_a_request_above_a_limit_by_itself_is_not_sent_again(monkeypatch: pytest
     assert client.refusals == 1
 
 
+def test_functions_on_logits_are_refused_before_anything_is_sent(llm: LLM) -> None:
+    params = [GREEDY, SamplingParams(max_tokens=2, logits_processors=[lambda ids, logits: logits])]
+    with pytest.raises(NotSupportedError, match=r"prompt 1.*logits_processors are functions"):
+        llm.generate(["a", "b"], params, use_tqdm=False)
+
+
 INTERRUPTED = """
 import sys
 from mainspring import LLM, SamplingParams
