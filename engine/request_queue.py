@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from ..ipc.errors import InvalidArgumentError, InvalidRequestError, OverloadedError, RequestFailedError, shown
@@ -36,10 +36,12 @@ class RequestQueue:
         self._room = _Room(limits.max_requests_per_frontend, limits.max_tokens_per_frontend)
         self._unsent: deque[EngineCoreRequest] = deque()
         self._sent: dict[str, EngineCoreRequest] = {}  # by id, as below
-        self._outputs: dict[str, RequestOutput] = {}  # last outputs that nobody has taken so far
+        # last outputs that nobody has taken so far; an error: the request could not be sent
+        self._outputs: dict[str, RequestOutput | Exception] = {}
         self._enqueued: list[EngineCoreRequest] = []
         self._lock = threading.RLock()  # guards the above; not held during a step
-        self._turn = threading.Lock()  # held by the thread that steps
+        self._stepper: int | None = None  # the thread that steps, until it has all that it waits for
+        self._stepped = threading.Condition(self._lock)  # requests have ended, or no thread steps any more
         self._pause, self._not_before, self._deadline = FIRST_PAUSE_S, 0.0, 0.0
 
     def run(self, requests: Sequence[EngineCoreRequest], use_tqdm: Progress) -> list[RequestOutput]:
@@ -98,38 +100,68 @@ class RequestQueue:
         with self._lock:
             self._unsent += requests
             self._send()
+            for request in requests:
+                if isinstance(error := self._outputs.get(request.request_id), Exception):
+                    raise error
 
     def _send(self) -> None:
+        """Send what there is room for. An error is kept for the thread that has added the request."""
         while self._unsent and time.monotonic() >= self._not_before and self._room.has(self._unsent[0]):
             request = self._unsent.popleft()
-            self._sent[request.request_id] = request
-            self._room.take(request)
-            self._engine.add_request(request.request_id, request)
+            try:
+                self._engine.add_request(request.request_id, request)
+            except Exception as error:
+                self._outputs[request.request_id] = error
+                self._stepped.notify_all()
+            else:
+                self._sent[request.request_id] = request
+                self._room.take(request)
 
     def _collect(self, requests: Sequence[EngineCoreRequest], use_tqdm: Progress) -> list[RequestOutput]:
+        found: dict[str, RequestOutput] = {}
         waiting = {request.request_id for request in requests}
-        with self._turn, ProgressBar(use_tqdm, len(requests), "Processed prompts") as progress:
-            self._pause, self._deadline = FIRST_PAUSE_S, time.monotonic() + PATIENCE_S
-            ended = list(self._outputs)  # in the turns of other threads
-            while True:
-                for request_id in waiting.intersection(ended):
-                    progress.add_output(self._outputs[request_id])
-                waiting.difference_update(ended)
-                if not waiting:
-                    return [self._outputs.pop(request.request_id) for request in requests]
-                ended = self._step()
+        self._pause, self._deadline = FIRST_PAUSE_S, time.monotonic() + PATIENCE_S
+        try:
+            with ProgressBar(use_tqdm, len(requests), "Processed prompts") as progress:
+                while waiting:
+                    for request_id, output in self._ended(waiting).items():
+                        if isinstance(output, Exception):
+                            raise output
+                        found[request_id] = output
+                        waiting.remove(request_id)
+                        progress.add_output(output)
+        finally:
+            with self._lock:
+                if self._stepper == threading.get_ident():
+                    self._stepper = None
+                    self._stepped.notify_all()
+        return [found[request.request_id] for request in requests]
 
-    def _step(self) -> list[str]:
-        """Send what there is room for, and run one step. Returns the ids of requests that have ended."""
+    def _ended(self, waiting: Set[str]) -> dict[str, RequestOutput | Exception]:
+        """Take the outputs of those of these requests that have ended. If there are none, step, or let another thread
+        step that does so already."""
+        me = threading.get_ident()
         with self._lock:
-            self._send()
+            if ids := self._outputs.keys() & waiting:
+                return {request_id: self._outputs.pop(request_id) for request_id in ids}
+            if self._stepper not in (None, me):
+                self._stepped.wait()
+                return {}
+            self._stepper = me
+        self._step()
+        return {}
+
+    def _step(self) -> None:
+        """Send what there is room for, and run one step."""
+        with self._lock:
             if not self._engine.has_unfinished_requests() and (self._sent or not self._unsent):
                 taken = RequestFailedError("its output was taken by a step of llm_engine outside this object")
                 raise self._engine.engine_core.error or taken
+            self._send()
             is_free = self._room.is_free
         if is_free:  # nothing is in flight: wait until requests may be sent again
             time.sleep(max(0.0, self._not_before - time.monotonic()))
-        outputs, ended = self._engine.step(), []
+        outputs = self._engine.step()
         now = time.monotonic()
         with self._lock:
             for output in outputs:
@@ -144,9 +176,8 @@ class RequestQueue:
                         logger.info("the core is busy; sending again in %.2f s", self._not_before - now)
                     continue
                 self._outputs[request.request_id] = output
-                ended.append(request.request_id)
+                self._stepped.notify_all()
                 self._pause, self._deadline = FIRST_PAUSE_S, now + PATIENCE_S
-        return ended
 
 
 class _Room:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -323,6 +324,59 @@ def test_a_request_above_a_limit_by_itself_is_not_sent_again(monkeypatch: pytest
     (output,) = llm.generate([[5]], SamplingParams(n=3), use_tqdm=False, on_error="return")
     assert [type(completion.error) for completion in output.outputs] == [type(None), type(None), OverloadedError]
     assert client.refusals == 1
+
+
+def test_a_small_batch_does_not_wait_for_the_large_one_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, client = busy_llm(monkeypatch, {})
+    ended: list[int] = []
+
+    def ask(token: int) -> None:
+        llm.generate([[token]], use_tqdm=False)
+        ended.append(token)
+
+    small, idle, end_one = threading.Thread(target=ask, args=(9,)), iter(range(10_000)), client.get_outputs
+
+    def get_outputs(timeout: float | None = None) -> Outputs:
+        if small.ident is None:
+            small.start()
+        if len(client.running) == 2:
+            client.running.rotate(1)  # so that the small one ends
+        elif small.is_alive() and next(idle, None) is not None:
+            time.sleep(0.001)
+            return Outputs([], [])
+        return end_one()
+
+    monkeypatch.setattr(client, "get_outputs", get_outputs)
+    ask(5)
+    small.join()
+    assert ended == [9, 5]
+
+
+def test_a_request_that_can_not_be_sent_fails_its_own_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, client = busy_llm(monkeypatch, {"max_requests_per_frontend": 2})
+    send, end_one = client.add_request, client.get_outputs
+
+    def add_request(request: AddRequest, tensors: Sequence[np.ndarray] = ()) -> None:
+        if request.prompt_token_ids == [9]:
+            raise OverflowError("too long for a message")
+        send(request, tensors)
+
+    def get_outputs(timeout: float | None = None) -> Outputs:
+        if client.running[0].prompt_token_ids == [5]:
+            llm.enqueue([[9]], use_tqdm=False)  # which has to wait
+        return end_one()
+
+    monkeypatch.setattr(client, "add_request", add_request)
+    monkeypatch.setattr(client, "get_outputs", get_outputs)
+    monkeypatch.setattr(client, "abort", lambda handles: None)
+    outputs = llm.generate([[5], [6], [7]], use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [[5], [6], [7]]
+    with pytest.raises(OverflowError, match="too long"):
+        llm.wait_for_completion(use_tqdm=False)
+    with pytest.raises(OverflowError, match="too long"):
+        llm.enqueue([[9]], use_tqdm=False)
+    assert len(llm.generate([[8]], use_tqdm=False)) == 1
+    assert llm.wait_for_completion(use_tqdm=False) == []
 
 
 def test_functions_on_logits_are_refused_before_anything_is_sent(llm: LLM) -> None:
