@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -58,7 +59,7 @@ class InprocClient(SavesWeights):
         self.model = core.model
         self._pid = os.getpid()
         self._closed = False
-        self._lock = threading.Lock()  # the core is driven by one thread at a time
+        self._lock = threading.RLock()  # of the core; a signal handler may close this client in the middle of a step
         self._early: deque[Outputs] = deque()  # outputs of steps that ran during a call
         core.connect(0)
 
@@ -71,26 +72,22 @@ class InprocClient(SavesWeights):
     ) -> None:
         """`processors` are the user's functions on logits. They can only be passed to a core in this process."""
         check_rank(rank, (0,))
-        self._check()
-        with self._lock:
+        with self._turn():
             arrays = [np.ascontiguousarray(t).data.cast("B") for t in tensors]
             self.core.add_request(0, request, arrays, processors)
 
     def abort(self, handles: Sequence[int]) -> None:
-        self._check()
-        with self._lock:
+        with self._turn():
             self.core.abort(0, handles)
 
     def get_outputs(self, timeout: float | None = None) -> Outputs | None:
-        self._check()
-        with self._lock:
+        with self._turn():
             if self._early:
                 return self._early.popleft()
             return self.core.step().get(0) if self.core.has_work else None
 
     def call(self, method: str, *args: Any, arrays: Sequence[Array] = (), timeout: float | None = None) -> Any:
-        self._check()
-        with self._lock:
+        with self._turn():
             answer = self.core.call(method, encode_arguments(method, list(args)), 0, [a.values for a in arrays])
             if not isinstance(answer, Future):
                 return decode_value(answer)
@@ -103,21 +100,25 @@ class InprocClient(SavesWeights):
         self, method: str | Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any]:
         """Call a method of the worker. Arguments may be any objects, because they stay in this process."""
-        self._check()
-        with self._lock:
+        with self._turn():
             return self.core.collective_rpc(method, args, kwargs)
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.core.disconnect(0)
-            self.core.close()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.core.disconnect(0)
+                self.core.close()
 
     @property
     def error(self) -> EngineDeadError | None:
         return EngineDeadError("the engine was shut down") if self._closed else self.core.error
 
-    def _check(self) -> None:
-        if self.error is not None:
-            raise self.error.with_traceback(None)
-        check_process(self._pid)
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """In this context the calling thread alone uses the core."""
+        check_process(self._pid)  # first, because a thread that does not exist in a forked child may hold the lock
+        with self._lock:
+            if self.error is not None:
+                raise self.error.with_traceback(None)
+            yield

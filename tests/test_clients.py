@@ -348,3 +348,26 @@ def test_a_closed_in_process_client_says_so() -> None:
     assert core.disconnected == [0]
     with pytest.raises(EngineDeadError, match="shut down"):
         client.get_outputs()
+
+
+def test_an_in_process_client_is_closed_between_two_steps() -> None:
+    core = StandInCore()
+    client = InprocClient(core)
+    closing = threading.Thread(target=client.close)
+    step, seen = core.step, []
+
+    def slow_step() -> dict[int, Outputs]:
+        closing.start()
+        closing.join(0.1)  # it has to wait for the end of the step
+        seen.append(list(core.disconnected))
+        return step()
+
+    core.step = slow_step  # type: ignore[method-assign]
+    client.add_request(request(0, max_tokens=9))
+    assert client.get_outputs() is not None
+    closing.join()
+    assert (seen, core.disconnected) == ([[]], [0])
+    with pytest.raises(EngineDeadError, match="shut down"):
+        client.abort([0])
+
+
