@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,8 @@ from .errors import EngineDeadError, check_process
 from .messages import AddRequest, ModelFacts, Outputs
 from .routing import check_rank
 from .saving import SavesWeights
+
+IDLE_SECONDS = 0.005  # wait of a caller who has nothing to do, because only another thread can resume a paused core
 
 
 class Core(Protocol):
@@ -49,7 +52,7 @@ class Core(Protocol):
 
 
 class InprocClient(SavesWeights):
-    """See `CoreClient`. `get_outputs` runs one step; with nothing to do it returns None."""
+    """See `CoreClient`. `get_outputs` runs one step; with nothing to do it soon returns None."""
 
     in_process = True
 
@@ -84,7 +87,10 @@ class InprocClient(SavesWeights):
         with self._turn():
             if self._early:
                 return self._early.popleft()
-            return self.core.step().get(0) if self.core.has_work else None
+            if self.core.has_work:
+                return self.core.step().get(0)
+        time.sleep(IDLE_SECONDS)
+        return None
 
     def call(self, method: str, *args: Any, arrays: Sequence[Array] = (), timeout: float | None = None) -> Any:
         with self._turn():

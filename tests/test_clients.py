@@ -371,3 +371,21 @@ def test_an_in_process_client_is_closed_between_two_steps() -> None:
         client.abort([0])
 
 
+def test_the_in_process_client_lets_other_threads_resume_a_paused_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = StandInCore()
+    client = InprocClient(core)
+    client.add_request(request(0, max_tokens=1))
+    core.paused.set()
+    naps = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(client.call, "echo", 5).result(PROMPTLY) == [5]
+        core.paused.clear()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "sleep", nap)
+        assert client.get_outputs() is None
+    assert len(naps) == 1
+    assert client.get_outputs() is not None
