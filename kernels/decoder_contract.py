@@ -195,6 +195,9 @@ class PackedWeight(Protocol):
     def unpack(self) -> torch.Tensor:
         """``[out, in]``; of a quantized weight, the values that its integers stand for."""
 
+    def lazy(self) -> torch.Tensor:
+        """The same, but made when it is used."""
+
     def replace(self, weight: torch.Tensor) -> None:
         """Take the values of another weight, ``[out, in]``."""
 

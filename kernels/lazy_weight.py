@@ -1,5 +1,5 @@
 """Weights whose values are made when torch needs them: those of quantized checkpoints, which are held as integers,
-experts that are joined, and those that are widened for a while.
+experts that are joined, those that are widened for a while, and those that a backend has packed.
 
 A model is learned, fused and verified as if its weights were plain, but values are made for one operation at a time and
 dropped after it. What turns, joins, stacks or cuts such weights gives others of their kind, so that a backend finds
@@ -31,9 +31,9 @@ class Matrix(ABC):
     shape: tuple[int, int]
     has_integers = True
 
-    @abstractmethod
     def read(self) -> QuantizedWeight:
         """All of it, if it `has_integers`. It is not kept."""
+        raise ValueError("the weight has no integers")
 
     @abstractmethod
     def values(self, dtype: torch.dtype) -> torch.Tensor:
@@ -52,9 +52,6 @@ class Plain(Matrix):
     def __init__(self, tensor: torch.Tensor) -> None:
         out, inputs = tensor.shape
         self.shape, self.tensors = (out, inputs), [tensor]
-
-    def read(self) -> QuantizedWeight:
-        raise ValueError("a plain weight has no integers")
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         return self.tensors[0].to(dtype)
@@ -103,6 +100,21 @@ class Leaf(Matrix):
 
     def leaves(self) -> Iterator[Plain | Leaf]:
         yield self
+
+
+class Unpacked(Matrix):
+    """A weight that a backend has packed, without its integers."""
+
+    has_integers = False
+
+    def __init__(self, shape: tuple[int, int], packed: Packed) -> None:
+        self.shape, self._packed = shape, packed
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        return self._packed.unpack().to(dtype)
+
+    def leaves(self) -> Iterator[Plain | Leaf]:
+        return iter(())
 
 
 class Joined(Matrix):

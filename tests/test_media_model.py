@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mainspring.benchmarks.architectures_media import (
     Driver,
@@ -30,6 +31,7 @@ from mainspring.core.plan.step import NewSequence, SequenceMedia, StepPlan
 from mainspring.core.worker.generation_worker import GenerationWorker
 from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.ipc.messages import Sampling
+from mainspring.kernels.native.weights import PanelWeight
 
 FEW = 6  # tokens to generate
 SAMPLING = Sampling(max_tokens=FEW)
@@ -82,6 +84,29 @@ def test_a_model_with_positions_of_several_axes_runs_as_a_whole(served: Any) -> 
     model = served("qwen2_vl").worker.model
     assert model.position_axes == 3
     assert model.whole is not None
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen3_5_moe"])
+def test_the_first_prompt_with_media_unpacks_one_weight_at_a_time(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = Served(tmp_path, kind)
+    assert here.worker.model.whole is not None
+    made: list[StorageWeakRef] = []
+    unpack = PanelWeight.unpack
+
+    def noted(self: PanelWeight) -> torch.Tensor:
+        out = unpack(self)
+        made.append(StorageWeakRef(out.untyped_storage()))
+        live.append(sum(not each.expired() for each in made))
+        return out
+
+    live: list[int] = []
+    monkeypatch.setattr(PanelWeight, "unpack", noted)
+    here.serve([here.requests()[1]])
+    assert len(live) > 4 * here.worker.model.config.num_hidden_layers
+    assert max(live) <= 2
+    assert all(packed.unpack().numel() for packed in here.worker.model.parameters.packed.values())
 
 
 def test_encoders_write_no_scores_to_memory(served: Any) -> None:

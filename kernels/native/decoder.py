@@ -72,7 +72,7 @@ class NativeDecoder:
         self._handle = None
         self._run = library.mainspring_decoder_run
         self._held: list[Any] = [norm]  # what C++ has addresses of
-        self.weights: dict[int, PanelWeight | PackedExperts | _InterleavedBias | _Copy] = {}
+        self.weights: dict[int, PanelWeight | PackedExperts | _Copy] = {}
         self._bits = bits
         self._dtype, self._vocab = head.weight.dtype, head.weight.shape[0]
         packed = [self._layer(layer) for layer in layers]
@@ -290,8 +290,7 @@ class NativeDecoder:
             packed = self.weights[id(weight)] = self._pack(weight, bits, gated)
             _empty(weight)
         if bias is not None and gated:
-            copy = self.weights[id(bias)] = _InterleavedBias(bias)
-            bias = copy.memory
+            bias = self._hold(bias, _interleaved)
         self._held.append(bias)
         return _LINEAR.pack(*packed.words(), 0 if bias is None else bias.data_ptr())
 
@@ -353,22 +352,14 @@ class _Copy:
     def unpack(self) -> torch.Tensor:
         return self._parameter.detach().clone()
 
+    def lazy(self) -> torch.Tensor:
+        return self._parameter
+
     def replace(self, value: torch.Tensor) -> None:
         self._parameter.detach().copy_(value)
         self.memory.copy_(self._form(self._parameter.detach()))
 
 
-class _InterleavedBias:
+def _interleaved(bias: torch.Tensor) -> torch.Tensor:
     """A bias ``[gate; up]`` with `GATE` numbers of either side by side."""
-
-    def __init__(self, bias: torch.Tensor) -> None:
-        self.memory = bias.view(2, -1, GATE).transpose(0, 1).flatten()
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.unpack()[ids]
-
-    def unpack(self) -> torch.Tensor:
-        return self.memory.view(-1, 2, GATE).transpose(0, 1).flatten()
-
-    def replace(self, bias: torch.Tensor) -> None:
-        self.memory.copy_(_InterleavedBias(bias).memory)
+    return bias.view(2, -1, GATE).transpose(0, 1).flatten()

@@ -13,6 +13,7 @@ import torch
 
 from .. import host_memory
 from ..decoder_contract import FP4, INT8_ROWS, NF4, QuantizedWeight
+from ..lazy_weight import LazyWeight, Unpacked
 from ..prefault import CHUNK_BYTES
 from .build import function
 
@@ -55,6 +56,9 @@ class PanelWeight(NamedTuple):
     def unpack(self) -> torch.Tensor:
         """``[out_features, in_features]``, as it was before, or as near as its quantization is."""
         return self.rows(torch.arange(self.out_features))
+
+    def lazy(self) -> LazyWeight:
+        return LazyWeight([Unpacked((self.out_features, self.in_features), self)], self.dtype)
 
     def give_back(self) -> None:
         """Return its memory to the system."""
@@ -110,6 +114,10 @@ class PackedExperts(NamedTuple):
     def unpack(self) -> torch.Tensor:
         """As it was before, or as near as its quantization is."""
         return self.rows(torch.arange(len(self.panels)))
+
+    def lazy(self) -> torch.Tensor:
+        matrices = [panel.lazy().matrices[0] for panel in self.panels]
+        return LazyWeight(matrices, self.panels[0].dtype, stacked=True, turned=self.transposed)
 
     def replace(self, weight: torch.Tensor) -> None:
         """By others, in the same form."""

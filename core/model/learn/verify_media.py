@@ -8,7 +8,6 @@ model is told about media in a way that the merger does not see shows as a diffe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -94,7 +93,7 @@ def _own(
     if len(tokens) > EAGER_TOKENS and not soft and language_model(model.model)._supports_sdpa:
         name = "sdpa"
     with (
-        model.unpacked() if model.whole is not None else nullcontext(),
+        model.unpacked_in_use(),
         attention_set(model.model, name),
         merger.encoded(items),
     ):

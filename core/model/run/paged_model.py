@@ -190,6 +190,23 @@ class PagedModel:
                 elif not torch.equal(now.to((whole := packed.unpack()).device), whole):
                     packed.replace(now)
 
+    @contextmanager
+    def unpacked_in_use(self) -> Iterator[None]:
+        """The model's own forward can run: a copy of each weight that a backend has packed is made when it is used."""
+        packed = {} if self.whole is None else self.whole.decoder.weights
+        kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        try:
+            for slot in map(self.parameters.slot, self.parameters.names()):
+                held: dict[str, Any] = slot.owner._parameters
+                before = slot.tensor
+                if slot.attribute in held and id(before) in packed:
+                    kept.append((held, slot.attribute, before))
+                    held[slot.attribute] = packed[id(before)].lazy()
+            yield
+        finally:
+            for held, attribute, before in kept:
+                held[attribute] = before
+
     def explain(self) -> list[str]:
         """Lines for ``--explain-model``: the findings and decisions of loading."""
         shared = sum(source != index for index, source in enumerate(self.sources))
