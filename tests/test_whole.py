@@ -566,3 +566,34 @@ def test_a_decoder_that_computes_something_else_is_refused(
     model = page(build_one("qwen2", dtype), backend=native)
     with pytest.raises(UnsupportedModelError, match=r"computes Qwen2ForCausalLM wrongly as a whole .* this is a bug"):
         make_whole(model, native)
+
+
+@pytest.mark.parametrize(("is_quantized", "rounding"), [(True, 0.0), (False, 9.0)])
+def test_logits_of_integers_or_of_much_rounding_are_not_far_off(
+    native: NativeBackend, is_quantized: bool, rounding: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = native.decoder
+    monkeypatch.setattr(
+        native, "decoder", lambda layers, *rest: decoder([layer._replace(multiplier=-1.0) for layer in layers], *rest)
+    )
+    model = page(build_one("qwen2"), backend=native)
+    model.is_quantized, model.rounding = is_quantized, rounding
+    with pytest.raises(UnsupportedModelError, match=r"computes Qwen2ForCausalLM wrongly as a whole"):
+        make_whole(model, native)
+
+
+@pytest.mark.parametrize(("bits", "is_quantized"), [(None, False), (None, True), (8, False), (4, False)])
+def test_a_decoder_whose_logits_are_not_finite_is_refused(
+    native: NativeBackend, bits: int | None, is_quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = native.decoder
+    infinite = float("inf")
+    monkeypatch.setattr(
+        native,
+        "decoder",
+        lambda layers, *rest: decoder([*layers[:-1], layers[-1]._replace(multiplier=infinite)], *rest),
+    )
+    model = page(build_one("qwen2"), backend=native)
+    model.is_quantized = is_quantized
+    with pytest.raises(UnsupportedModelError, match=r"computes Qwen2ForCausalLM wrongly as a whole"):
+        make_whole(model, native, bits)
