@@ -171,8 +171,13 @@ def test_copies_of_parts_of_a_weight_that_changes_stay_where_they_are() -> None:
     with torch.no_grad():
         weight.copy_(torch.randn(8, 16))
     torch.testing.assert_close(backend.linear(rows, weight), torch.nn.functional.linear(rows, weight))
-    [(_, after)] = backend.pieces.values()
-    assert [piece.data_ptr() for piece in after] == addresses
+    for view, unseen in ((weight.detach(), False), (weight.data, True)):  # CUDA graphs make no product here
+        changed = torch.randn(8, 16)
+        view.copy_(changed)
+        backend.renew(unseen)
+        [(_, after)] = backend.pieces.values()
+        assert torch.equal(torch.cat(after, 1), changed)
+        assert [piece.data_ptr() for piece in after] == addresses
 
 
 def test_sums_of_as_many_parts_have_the_bits_of_any_number_of_ranks(

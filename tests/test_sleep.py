@@ -222,6 +222,25 @@ def test_copies_of_weights_for_sums_of_parts_do_not_outlast_a_sleep(tmp_path: Pa
         assert found[0] == found[1]
 
 
+def test_copies_of_weights_for_sums_of_parts_change_with_the_weights(tmp_path: Path) -> None:
+    path, name = str(tiny.make("llama", tmp_path / "model")), "model.layers.0.self_attn.o_proj.weight"
+    found: dict[int, list[Any]] = {0: [], 2: []}
+    for parts in found:
+        args = EngineArgs(path, skip_tokenizer_init=True, sum_parts=parts)
+        with LLMEngine.from_engine_args(args, enable_multiprocessing=False) as engine:
+            worker = engine.engine_core.core.worker  # type: ignore[attr-defined]
+            other = worker.model.parameters.get(name) * 9
+            for change in (
+                lambda engine=engine: engine.apply_model(lambda model: model.get_parameter(name).data.mul_(-9)),
+                lambda engine=engine, other=other: engine.update_weights([(name, other)]),
+            ):
+                change()
+                engine.add_request("r", {"prompt_token_ids": [7] * 9}, SamplingParams(temperature=0.0, max_tokens=9))
+                found[parts].append(tokens(finish(engine)))
+    assert found[0] == found[2]
+    assert found[0][0] != found[0][1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "reference"])
 def test_memory_is_given_back(large: Path, backend: Any) -> None:

@@ -125,6 +125,15 @@ class ParallelBackend:
             self.pieces[id(weight)] = state, pieces
         return pieces
 
+    def renew(self, unseen: bool = False) -> None:
+        """Weights have changed: renew the copies of their parts, which CUDA graphs read without a product here. unseen:
+        also through their ``data``, which does not count as a change."""
+        if unseen:
+            torch.autograd.graph.increment_version(self._held)
+        for weight in self._held:
+            if (kept := self.pieces.get(id(weight))) is not None:
+                self._pieces_of(weight, len(kept[1]))
+
     def decoder(self, *args: Any, **kwargs: Any) -> Decoder | None:
         """See `Backend.decoder`."""
         decoder = None if self.parts else self.backend.decoder(*args, **kwargs)

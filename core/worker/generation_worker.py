@@ -357,10 +357,14 @@ class GenerationWorker(LocalWorker):
             parameters.check(part.name, part.start, part.values.shape)
         for part in (each for each in parts if each.name not in parameters.others):
             parameters.set(part.name, tensor_of(part.values).to(parameters.dtype(part.name)), part.start)
+        self._renew_copies()
 
     def apply_model(self, func: Callable[[nn.Module], Any]) -> Any:
-        with self.model.unpacked() as module:
-            return func(module)
+        try:
+            with self.model.unpacked() as module:
+                return func(module)
+        finally:
+            self._renew_copies(unseen=True)
 
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         model = self.model

@@ -157,7 +157,10 @@ class PoolingWorker(LocalWorker):
     def apply_model(self, func: Callable[[nn.Module], Any]) -> Any:
         if self._dropped:
             raise InvalidRequestError("the weights sleep: call wake_up first")
-        return func(self.model.model)
+        try:
+            return func(self.model.model)
+        finally:
+            self._renew_copies(unseen=True)
 
     def parameters(self) -> NoReturn:
         raise NotSupportedError("save_sharded_state is for models that generate; this one pools")

@@ -289,6 +289,11 @@ class LocalWorker(Worker):
             pairs = zip(tensors_of(loaded), tensors_of(kept), strict=True)
             self._backend.move({id(new): tensor for new, tensor in pairs})
 
+    def _renew_copies(self, unseen: bool = False) -> None:
+        """See `ParallelBackend.renew`."""
+        if isinstance(self._backend, ParallelBackend):
+            self._backend.renew(unseen)
+
     def _collect(self) -> None:
         """Return unused memory to the system."""
         if isinstance(self._backend, ParallelBackend):
