@@ -25,6 +25,10 @@ SHORTEST = 32  # inputs of a group that kernels take
 _SAMPLED = 8  # weights of a stack
 
 
+class UnlikeError(ValueError):
+    """Weights that a model's kernels join are quantized in different ways."""
+
+
 class Matrix(ABC):
     """A weight ``[out, in]``."""
 
@@ -126,11 +130,11 @@ class Joined(Matrix):
         self.has_integers = all(part.has_integers for part in parts)
 
     def read(self) -> QuantizedWeight:
-        """Raises ValueError if they are quantized in different ways."""
+        """Raises `UnlikeError`."""
         read = [part.read() for part in self._parts]
         codes = {None if x.codebook is None else tuple(x.codebook.tolist()) for x in read}
         if len({(x.scales.shape[1], x.zeros is None) for x in read}) > 1 or len(codes) > 1:
-            raise ValueError("weights that a model's kernels join are quantized in different ways")
+            raise UnlikeError("weights that a model's kernels join are quantized in different ways")
         numbers, scales, zeros, codebooks = zip(*read, strict=True)
         joint = None if zeros[0] is None else torch.cat(zeros)
         return QuantizedWeight(torch.cat(numbers), torch.cat(scales), joint, codebooks[0])

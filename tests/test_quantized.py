@@ -3,6 +3,7 @@ sentence."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ from quantized_folders import (
     COMPRESSED,
     FP8,
     GPTQ,
+    Layer,
     Values,
     awq_of,
     bnb_of,
@@ -546,6 +548,25 @@ def test_a_checkpoint_of_compressed_tensors_runs_with_its_own_numbers(
     model, exact = load(path, native), load(plain, native, dtype="float32")
     packed = model.whole.decoder.weights  # type: ignore[union-attr]
     assert [weight.kind for weight in packed.values()].count(min(bits, 8)) == 2 * 4
+    for name, value in values.items():
+        torch.testing.assert_close(model.parameters.get(name).half(), value, rtol=1e-3, atol=0)
+    assert error_of(logits_of(model, native), logits_of(exact, native)) < 0.05, "inputs are rounded to 8 bits"
+
+
+@needs_native
+@pytest.mark.parametrize("other", [{"bits": 8}, {"group": 64}], ids=str)
+def test_joined_weights_that_are_quantized_in_different_ways_become_plain_ones(
+    native: NativeBackend, other: dict[str, int], tmp_path: Path
+) -> None:
+    layers = itertools.count()
+
+    def of_layer(weight: torch.Tensor) -> Layer:
+        return compressed_of(weight, **(other if next(layers) % 7 in (1, 3) else {}))  # of gate and key
+
+    path, plain, values = make_quantized(tmp_path, of_layer, COMPRESSED)
+    model, exact = load(path, native, dtype="float32"), load(plain, native, dtype="float32")
+    kinds = [weight.kind for weight in model.whole.decoder.weights.values()]  # type: ignore[union-attr]
+    assert kinds.count(0) == 2 * 2 + 1, "what is joined, and the output layer"
     for name, value in values.items():
         torch.testing.assert_close(model.parameters.get(name).half(), value, rtol=1e-3, atol=0)
     assert error_of(logits_of(model, native), logits_of(exact, native)) < 0.05, "inputs are rounded to 8 bits"

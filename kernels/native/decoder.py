@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from ..decoder_contract import (
     Norm,
     PackedWeight,
 )
-from ..lazy_weight import LazyWeight, Leaf, Matrix
+from ..lazy_weight import LazyWeight, Leaf, Matrix, UnlikeError
 from ..reference.reference_backend import ReferenceBackend
 from .choice import NO_TENSOR, NOT_SCORED, choice_words, scoring
 from .mixer import NO_MIXER, NO_NORM, Form, in_fp32, mixer_words, norm_words
@@ -296,7 +297,8 @@ class NativeDecoder:
 
     def _pack(self, weight: torch.Tensor, bits: int | None, gated: bool) -> PanelWeight:
         if isinstance(weight, LazyWeight) and not weight.turned:
-            return self._pack_matrix(weight.matrices[0], weight.dtype, bits, gated)
+            with suppress(UnlikeError):  # it then becomes a plain one
+                return self._pack_matrix(weight.matrices[0], weight.dtype, bits, gated)
         return pack(self._library, _plain(weight), gated, release=True, bits=bits)
 
     def _pack_matrix(self, matrix: Matrix, dtype: torch.dtype, bits: int | None, gated: bool) -> PanelWeight:
