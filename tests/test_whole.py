@@ -150,6 +150,14 @@ def test_logits_are_the_model_s_own(native: NativeBackend, name: str) -> None:
     assert (got - own).abs().max() <= 1e-4 * own.std()
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_multipliers_may_be_integers(native: NativeBackend, tied: bool) -> None:
+    fields = {"embedding_multiplier": 6, "logits_scaling": 3, "tie_word_embeddings": tied}
+    own = own_logits(build_one("scaled", **fields))
+    got = logits_of(made(native, "scaled", **fields), native)
+    assert (got - own).abs().max() <= 1e-4 * own.std()
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -334,7 +334,7 @@ class _Matching:
         embeds: Any = given.get("inputs_embeds")
         if embeds is None:
             embeds = self.decoder.get_input_embeddings()(given["input_ids"])
-        for scale in (1.0, *(v for v in vars(self.decoder).values() if isinstance(v, float))):
+        for scale in (1.0, *(float(v) for v in vars(self.decoder).values() if type(v) in (int, float))):
             if torch.equal(embeds * scale, self.layers[0].args[0]):
                 return scale
         raise NotRecognisedError(f"{type(self.decoder).__name__} changes its embeddings before the first layer")

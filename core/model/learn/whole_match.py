@@ -185,4 +185,4 @@ def _head(model: PagedModel, linear: Linear, hidden: torch.Tensor, logits: torch
 
 def _numbers(values: Iterable[Any]) -> list[float]:
     single = (x.item() if isinstance(x, torch.Tensor) and x.numel() == 1 else x for x in values)
-    return [float(x) for x in single if isinstance(x, float)]
+    return [float(x) for x in single if type(x) in (int, float)]
