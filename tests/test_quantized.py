@@ -4,6 +4,7 @@ sentence."""
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import math
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from mainspring.core.model.load.quantized_forms import (
 )
 from mainspring.core.model.run.paged_model import PagedModel
 from mainspring.ipc.config import LoadConfig, ModelConfig
-from mainspring.ipc.errors import InvalidArgumentError, MainspringError, UnsupportedModelError
+from mainspring.ipc.errors import InvalidArgumentError, MainspringError, ModelNotFoundError, UnsupportedModelError
 from mainspring.kernels.contract import Backend
 from mainspring.kernels.decoder_contract import FP4, NF4, QuantizedWeight
 from mainspring.kernels.lazy_weight import LazyWeight
@@ -126,6 +127,26 @@ def test_numbers_scales_and_zeros_are_read_as_they_are(group: int) -> None:
     assert scales.shape == zeros.shape == (16, 384 // min(group, 128)), "inputs are rounded in groups of 128 at most"
     wide = (numbers.view(16, -1, min(group, 128)) - zeros[..., None]) * scales[..., None]
     assert torch.equal(wide.flatten(1).half(), values)
+
+
+def test_of_a_single_file_and_an_index_the_file_is_read(tmp_path: Path) -> None:
+    path, _, values = make_awq(tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    earlier = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    save_file(earlier, path / "model-00001-of-00001.safetensors", metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-00001-of-00001.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def is_read(name: str, value: torch.Tensor) -> bool:
+        model = load_model(ModelConfig(model=str(path)), LoadConfig(), CPU)
+        return torch.equal(model.parameters.get(name), value)
+
+    assert is_read(*next(iter(values.items())))
+    (path / "model.safetensors").unlink()
+    assert is_read("model.norm.weight", earlier["model.norm.weight"])
+    (path / "model.safetensors.index.json").unlink()
+    with pytest.raises(ModelNotFoundError, match=r"no weights of .*: it has no model\.safetensors"):
+        load_model(ModelConfig(model=str(path)), LoadConfig(), CPU)
 
 
 def test_an_awq_checkpoint_is_built_as_the_plain_model_that_it_stands_for(tmp_path: Path) -> None:

@@ -185,12 +185,15 @@ def read_experts(name: str, revision: str | None, cache_dir: str | None) -> dict
 
 
 def _mapped(name: str, revision: str | None, cache_dir: str | None) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, in the memory of its files. Raises OSError if there are no safetensors files."""
+    """The tensors of a checkpoint, in the memory of its files: the single one if it is there, as in transformers.
+    Raises OSError if there are no safetensors files."""
     where: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
-    index = cached_file(name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False, **where)
-    files: Any
-    if index is None:
-        files = [cached_file(name, SAFE_WEIGHTS_NAME, **where)]
-    else:
+    optional: Any = {**where, "_raise_exceptions_for_missing_entries": False}
+    single = cached_file(name, SAFE_WEIGHTS_NAME, **optional)
+    index = None if single else cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **optional)
+    files: Any = [single]
+    if index is not None:
         files, _ = get_checkpoint_shard_files(name, index, **where)
+    elif single is None:
+        raise OSError(f"it has no {SAFE_WEIGHTS_NAME}")
     return {key: tensor for file in files for key, tensor in load_file(file).items()}  # it maps, and reads nothing
