@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import math
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tiny
+from mainspring.benchmarks.architectures_media import THINKERS, join_talker
+from mainspring.benchmarks.tiny_media import build
 from mainspring.core.model.learn.verify import final_logits, paged_logits, random_sequences, schedule
 from mainspring.core.model.learn.whole_match import make_whole
 from mainspring.core.model.load import loader
@@ -615,6 +618,33 @@ def test_fp8_of_compressed_tensors_has_a_scale_for_each_row(native: NativeBacken
     path, plain, _ = make_quantized(tmp_path, of_layer, {**COMPRESSED, "format": "float-quantized"})
     logits = [logits_of(load(each, native, dtype="float16"), native) for each in (path, plain)]
     assert torch.equal(*logits)
+
+
+# ------------------------------------------------------------------ media
+
+
+@needs_native
+@pytest.mark.parametrize(("kind", "part"), [("qwen2_vl", ""), ("qwen2_vl", "text_config"), ("qwen2_5_omni", "")])
+def test_the_config_of_a_model_with_media_tells_in_one_of_several_places_that_it_is_quantized(
+    native: NativeBackend, kind: str, part: str, tmp_path: Path
+) -> None:
+    build(THINKERS.get(kind, kind))[0].half().save_pretrained(tmp_path)
+    if kind in THINKERS:
+        join_talker(tmp_path, kind)
+    tensors, values = load_file(tmp_path / "model.safetensors"), dict[str, torch.Tensor]()
+    for name in [each for each in tensors if re.match(r"(thinker\.)?model\.layers\..*proj\.weight", each)]:
+        layer, values[name] = awq_of(tensors.pop(name))
+        tensors |= {f"{name.removesuffix('weight')}{end}": tensor.contiguous() for end, tensor in layer.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (config[part] if part else config)["quantization_config"] = AWQ
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = load(tmp_path, native)
+    assert model.is_quantized
+    found = [name for name in model.parameters.names() if re.search(r"\.layers\..*down_proj", name)]
+    expected = [value for name, value in values.items() if "down_proj" in name]
+    for name, value in zip(found, expected, strict=True):
+        torch.testing.assert_close(model.parameters.get(name).half(), value, rtol=2**-8, atol=0)
 
 
 # ------------------------------------------------------------------ experts

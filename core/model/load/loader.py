@@ -315,6 +315,8 @@ def _of_the_thinker(config: PreTrainedConfig) -> PreTrainedConfig:
     if thinker is None:
         return config
     thinker.dtype = thinker.dtype or config.dtype
+    if quantized := getattr(config, "quantization_config", None):
+        thinker.quantization_config = quantized
     return thinker
 
 

@@ -36,7 +36,8 @@ EXPANDED = "the checkpoint's quantized weights are computed with as plain ones, 
 
 
 def settle_quantization(asked: str | None, config: PreTrainedConfig, name: str, backend: Backend) -> Form | None:
-    """The form of the checkpoint's quantized weights; None: it is a plain one. Its own `config` loses the word of it.
+    """The form of the checkpoint's quantized weights; None: it is a plain one. Its own `config`, or the part of it that
+    is about the language model, loses the word of it.
 
     Raises:
         InvalidArgumentError: the checkpoint, or the backend, can't be had as `asked`.
@@ -46,15 +47,17 @@ def settle_quantization(asked: str | None, config: PreTrainedConfig, name: str, 
         raise InvalidArgumentError(
             f"quantization is {asked!r}, which needs the native backend on a CPU; this is the {backend.name} backend"
         )
-    own: Any = getattr(config, "quantization_config", None)
-    if not own:
+    told = [part for part in (config, config.get_text_config()) if getattr(part, "quantization_config", None)]
+    if not told:
         if asked is not None and asked not in BITS:
             raise InvalidArgumentError(f"quantization is {asked!r}, but {name} is no checkpoint of that form")
         return None
+    own: Any = told[0].quantization_config
     form = form_of(own if isinstance(own, dict) else own.to_dict(), name)
     if asked not in (None, form.method, *BITS):
         raise already_quantized(asked, name, form)
-    del config.quantization_config
+    for part in told:
+        vars(part).pop("quantization_config", None)
     return form
 
 
