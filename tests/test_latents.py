@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 import peft_folders
@@ -17,6 +18,7 @@ from mainspring import EngineArgs, LLMEngine, LoRARequest, SamplingParams
 from mainspring.core.model.learn import verify
 from mainspring.core.model.load.loader import page
 from mainspring.core.model.run.latents import LatentAttention
+from mainspring.core.worker.worker import load_paged
 from mainspring.kernels.contract import AttentionSpec
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
 from plain import collect, make_engine
@@ -60,6 +62,25 @@ def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
     parameters = page(model_of(path)).parameters
     assert set(parameters.names()) == set(expected)
     assert all(torch.equal(parameters.get(name), value) for name, value in expected.items())
+
+
+def test_the_fingerprint_has_no_copies_of_all_expansions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = EngineArgs(str(tiny.make("deepseek_v3", tmp_path, num_hidden_layers=4)), dtype="float32")
+    made: list[StorageWeakRef] = []
+    live: list[int] = []
+    unpack = LatentAttention.unpack
+
+    def noted(self: LatentAttention) -> torch.Tensor:
+        out = unpack(self)
+        made.append(StorageWeakRef(out.untyped_storage()))
+        live.append(sum(not each.expired() for each in made))
+        return out
+
+    monkeypatch.setattr(LatentAttention, "unpack", noted)
+    config = args.create_engine_config()
+    load_paged(config, config.model_config, torch.device("cpu"), ReferenceBackend())
+    assert len(live) >= 4
+    assert max(live) <= 2
 
 
 def test_a_layer_that_does_more_than_to_expand_is_left_alone(tmp_path: Path) -> None:

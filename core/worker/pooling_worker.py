@@ -79,7 +79,7 @@ class PoolingWorker(LocalWorker):
                 config = replace(config, model_config=replace(config.model_config, max_model_len=most))
             num_blocks, max_model_len = self._count_blocks(config, self._layout, trunk)
             groups = [*self._layout.groups, *self._recurrent]
-        weights = fingerprint(self.model.model.state_dict())
+        weights = fingerprint(self.model.model.state_dict().items())
         if self._loras is not None:
             if not isinstance(trunk, PagedModel) or self.model.retrieves:
                 raise NotSupportedError("enable_lora is True, and this model is an encoder, which takes no adapters")

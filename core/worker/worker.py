@@ -334,7 +334,7 @@ def load_paged(
         config.parallel_config.enable_expert_parallel,
         stages,
     )
-    weights = fingerprint({name: model.parameters.get(name) for name in model.parameters.names()})
+    weights = fingerprint((name, model.parameters.get(name)) for name in model.parameters.names())
     bits = None if model.is_quantized else BITS.get(wanted.quantization or "")
     model.is_quantized = model.is_quantized or bits is not None
     try:
@@ -444,10 +444,10 @@ def empty(tensors: Sequence[torch.Tensor]) -> None:
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
-def fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
+def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     """A digest that identifies weights without reading all of them: it covers each parameter's name, shape, dtype, and
-    a few of its values."""
+    a few of its values. Parameters are read one by one, because those of packed weights are copies."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, parameter in weights.items():
+    for name, parameter in weights:
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} {few_values(parameter)}".encode())
     return digest.hexdigest()
