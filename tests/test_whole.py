@@ -52,7 +52,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "shared_expert": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 40, "norm_topk_prob": False}),
     "qwen3_next_experts": ("qwen3_next", {**DELTA, **EXPERTS, "mlp_only_layers": [0, 2]}),
     "all_experts": ("mixtral", {"num_experts_per_tok": 4}),  # no rounding lets a router choose others
-    "ungated_experts": ("mixtral", {"intermediate_size": 88}),
+    "ungated_experts": ("mixtral", {"num_experts_per_tok": 4, "intermediate_size": 88}),
     "ungated": ("llama_biases", {"intermediate_size": 90}),  # gate and up don't share panels
     "scaled": ("granite", {"logits_scaling": 3.0, "tie_word_embeddings": True}),
     "hardly_scaled": ("granite", {"logits_scaling": 1.05}),
@@ -65,7 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # A norm makes a long query of a short one, and of its rounding, or a router chooses another expert: in half precision
 # some tokens are far off in a correct computation, too.
-SCATTERED = ("qwen3_next", "qwen3_next_first", "qwen3_5", "shared_expert", "ungated_experts", "qwen3_next_experts")
+SCATTERED = ("qwen3_next", "qwen3_next_first", "qwen3_5", "shared_expert", "qwen3_next_experts")
 FAST_MODELS = ("llama", "gemma2", "granite", "many_experts", "ungated")  # models of the fast tier
 LENGTHS = (37, 26)  # both longer than the windows
 SEQUENCES = [
