@@ -321,7 +321,11 @@ class EngineCore:
         self._checks.check(message, complete=False)
         request, checked = Request(message, caller.frontend, 0.0, self._most_tokens), Future[None]()
         checked.add_done_callback(lambda _: self._drop_what_it_named(request))
-        waits = self._prepare(request, message, caller.owner)
+        try:
+            waits = self._prepare(request, message, caller.owner)
+        except Exception:
+            self._drop_what_it_named(request)
+            raise
 
         def settle(request: Request, error: Exception | None) -> None:
             if not checked.done():  # it is done if the other wait failed, or if the frontend has left
@@ -351,7 +355,8 @@ class EngineCore:
         return True
 
     def _drop_what_it_named(self, request: Request) -> None:
-        """A request has ended: the worker drops its grammar and functions."""
+        """A request has ended: the worker drops its grammar, its functions, and adapters not read yet."""
+        self.adapters.leave(request)
         if request.grammar:
             self.worker.control(DropGrammar(request.grammar))
         if request.functions:

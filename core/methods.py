@@ -67,7 +67,7 @@ def methods_of(core: EngineCore) -> dict[str, Method]:
         "collective_rpc": Method(core.collective_rpc, admin=True),
         "start_profile": Method(lambda prefix=None: worker.control(StartProfile(prefix)), admin=True),
         "stop_profile": Method(lambda: worker.control(StopProfile()), admin=True),
-        "add_lora": Method(lambda caller, adapter: adapters.add(caller.owner, adapter), gets_caller=True),
+        "add_lora": Method(adapters.add, gets_caller=True),
         "remove_lora": Method(lambda caller, number: adapters.remove(caller.owner, number), gets_caller=True),
         "list_loras": Method(lambda caller: adapters.numbers(caller.owner), gets_caller=True),
         "pin_lora": Method(lambda caller, number: adapters.pin(caller.owner, number), gets_caller=True),

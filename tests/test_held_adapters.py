@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import threading
+from concurrent.futures import CancelledError, Future
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from harness import StandInWorker, message, run_core
 from mainspring.core.features.adapter_slots import PATIENCE_STEPS, LoRAs
 from mainspring.core.loop import EngineCore
+from mainspring.core.model.load.parameters import ParameterMap
 from mainspring.core.plan.control import AdapterFacts, DropAdapter, PrepareAdapter, PrepareGrammar
 from mainspring.core.plan.request import LoRAName, Request
+from mainspring.core.worker import registry
+from mainspring.core.worker.adapter_files import LoRALimits
 from mainspring.ipc.codec import decode_value, encode_value
 from mainspring.ipc.config import EngineConfig, LoRAConfig
 from mainspring.ipc.errors import InvalidRequestError, NotSupportedError
 from mainspring.ipc.messages import Adapter, DesiredState, HeldAdapter, Sampling
 from test_flood import work
+
+GUARD = 60.0  # seconds
 
 
 class AdapterWorker(StandInWorker):
@@ -127,3 +135,64 @@ def test_one_without_credit_holds_nobody_up() -> None:
     assert not loras.may_run(third, PATIENCE_STEPS, True)
     loras.has_credit = lambda request: request is not first
     assert loras.may_run(third, PATIENCE_STEPS, True)
+
+
+def test_adapters_that_nobody_waits_for_any_more_are_dropped_unread() -> None:
+    core, worker = core_with_adapters()
+    reads = dict[str, Future[AdapterFacts]]()
+    control = worker.control
+
+    def begin(record: Any) -> Any:
+        answer = control(record)
+        return reads.setdefault(record.adapter.path, Future()) if isinstance(record, PrepareAdapter) else answer
+
+    worker.control = begin  # type: ignore[method-assign]
+    core.connect(0)
+    core.connect(1)
+    aborted, shared, added = (Adapter(number, "name", f"/{number}") for number in (1, 2, 3))
+    core.add_request(0, message(0, lora=aborted))
+    core.add_request(0, message(1, lora=shared))
+    core.add_request(0, message(2, lora=shared))
+    core.call("add_lora", encode_value([added]), 1)
+    assert {record.frontend for record in worker.controls if isinstance(record, PrepareAdapter)} == {0, 1}
+    core.abort(0, [0, 1])
+    assert worker.held == ["/2", "/3"]
+    core.disconnect(1)
+    assert worker.held == ["/2"]
+    again = core.call("check_request", encode_value([message(3, lora=aborted)]))
+    assert isinstance(again, Future)
+    assert worker.held == ["/2", "/1"], "it is read again"
+    for path, read in reads.items():
+        read.set_result(AdapterFacts(path.encode()))
+    ends = run_core(core)
+    assert again.result(0) is None
+    assert [finished.reason for _, finished in ends.values()].count("length") == 1
+    assert worker.held == ["/2", "/1"]
+    assert not core.adapters._waiting
+
+
+def test_frontends_take_turns_and_adapters_that_were_dropped_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, read = threading.Event(), list[str]()
+
+    def record(adapter: Adapter, limits: Any) -> Any:
+        assert begin.wait(GUARD)
+        read.append(adapter.path)
+        return SimpleNamespace(digest=b"digest") if limits else AdapterFacts(b"digest")
+
+    monkeypatch.setattr(registry, "read_lora", record)
+    monkeypatch.setattr(registry, "read_prompt_adapter", record)
+    adapters = registry.Registry(limits=LoRALimits({}, 8, ParameterMap({}), 0), hidden_size=0)
+    flood = [
+        adapters.prepare_adapter(number, Adapter(number, "name", f"/{number}", number % 2), 1) for number in range(100)
+    ]
+    other = adapters.prepare_adapter(100, Adapter(1, "name", "/other"), 2)
+    for number in range(10, 100):
+        adapters.drop_adapter(number)
+    begin.set()
+    for future in (*flood[:10], other):
+        assert future.result(GUARD).digest == b"digest"
+    assert set(read) == {"/other", *(f"/{number}" for number in range(10))}
+    assert read.index("/other") <= 2
+    for future in flood[10:]:
+        with pytest.raises(CancelledError):
+            future.result(GUARD)

@@ -1,15 +1,15 @@
 """The adapters that frontends use: maps each frontend's adapter numbers to the adapters that were read.
 
 Each frontend has its own numbers. Adapters are identified by the digest of their content, so that two frontends share
-one copy. A thread reads an adapter's folder; meanwhile the requests that need it are registered but not queued. The
-supervisor gets a list of the adapters that frontends added or pinned, and the next core loads them again. Other
-adapters come with the requests.
+one copy. A thread reads an adapter's folder; meanwhile the requests that need it are registered but not queued. If all
+of them end before its turn comes, the folder is not read. The supervisor gets a list of the adapters that frontends
+added or pinned, and the next core loads them again. Other adapters come with the requests.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from ...ipc.adapters import LoRARequest
 from ...ipc.config import LoRAConfig
 from ...ipc.errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, OverloadedError
 from ...ipc.messages import Adapter, AddRequest, HeldAdapter
+from ..calls import Caller
 from ..plan.control import AdapterFacts, DropAdapter, PrepareAdapter, Worker
 from ..plan.request import LoRAName, Request
 from ..plan.scheduler import Scheduler
@@ -46,6 +47,15 @@ class _Bound:
     gone: bool = False  # whether the frontend is disconnected
 
 
+@dataclass(slots=True, eq=False)
+class _Read:
+    """An adapter that the worker reads, or is to read when it is the frontend's turn."""
+
+    number: int
+    future: Future[AdapterFacts]
+    waiting: int = 0  # requests and calls that need it; if there are none any more, it is dropped
+
+
 class Adapters:
     """All adapters of a core.
 
@@ -67,7 +77,8 @@ class Adapters:
         self._kept = config.max_loras if config.max_cpu_loras is None else config.max_cpu_loras
         self._next_number = 1
         self._bound: OrderedDict[tuple[bytes, int], _Bound] = OrderedDict()
-        self._reading: dict[tuple[bytes, Adapter], tuple[int, Future[Any]]] = {}
+        self._reading: dict[tuple[bytes, Adapter], _Read] = {}
+        self._waiting: defaultdict[Request | Future[bool], list[tuple[bytes, Adapter, _Read]]] = defaultdict(list)
         self._rereading = False
         self._prompt_adapters: OrderedDict[tuple[bytes, Adapter], AdapterFacts] = OrderedDict()
         self._slots: LoRAs | None = None
@@ -101,19 +112,29 @@ class Adapters:
             if known:
                 request.use_lora(LoRAName(known.digest, lora))
             else:
-                number, reading = self._read(owner, lora)
-                waits.append((reading, partial(self._give_lora, request, owner, lora, number)))
+                read = self._read(owner, lora, request.frontend, request)
+                waits.append((read.future, partial(self._give_lora, request, owner, lora, read)))
         if (prompt := message.prompt_adapter) is not None:
             if (found := self._prompt_adapters.get((owner, prompt))) is not None:
                 self._prompt_adapters.move_to_end((owner, prompt))
                 request.use_embeds(_embeddings(found), b"virtual", found.digest)
             else:
-                waits.append((self._read(owner, prompt)[1], partial(self._give_virtual_tokens, request, owner, prompt)))
+                read = self._read(owner, prompt, request.frontend, request)
+                waits.append((read.future, partial(self._give_virtual_tokens, request, owner, prompt)))
         return waits
 
-    def _give_lora(self, request: Request, owner: bytes, adapter: Adapter, number: int, found: AdapterFacts) -> None:
-        self._keep(owner, adapter, found.digest, number)
-        request.use_lora(LoRAName(found.digest, adapter))
+    def leave(self, waiter: Request | Future[bool]) -> None:
+        """A request or a call of `add` has ended. Drop what was to be read for it alone."""
+        for owner, adapter, read in self._waiting.pop(waiter, ()):
+            read.waiting -= 1
+            if not read.waiting and self._reading.get((owner, adapter)) is read:
+                del self._reading[owner, adapter]
+                self._unload(read.number)
+
+    def _give_lora(self, request: Request, owner: bytes, adapter: Adapter, read: _Read, found: AdapterFacts) -> None:
+        if read.waiting:
+            self._keep(owner, adapter, found.digest, read.number)
+            request.use_lora(LoRAName(found.digest, adapter))
 
     def _give_virtual_tokens(self, request: Request, owner: bytes, adapter: Adapter, found: AdapterFacts) -> None:
         self._prompt_adapters[owner, adapter] = found
@@ -121,27 +142,29 @@ class Adapters:
             self._prompt_adapters.popitem(last=False)
         request.use_embeds(_embeddings(found), b"virtual", found.digest)
 
-    def _load(self, adapter: Adapter) -> tuple[int, Future[AdapterFacts]]:
+    def _load(self, adapter: Adapter, frontend: int = 0) -> tuple[int, Future[AdapterFacts]]:
         """Let the worker read an adapter. Returns its new number, and the future of the read."""
         number = self._next_number
         self._next_number += 1
-        return number, self._worker.control(PrepareAdapter(number, adapter))
+        return number, self._worker.control(PrepareAdapter(number, adapter, frontend))
 
-    def _read(self, owner: bytes, adapter: Adapter) -> tuple[int, Future[AdapterFacts]]:
-        """Like `_load`, but requests that wait for the same adapter share one read."""
-        if (shared := self._reading.get((owner, adapter))) is not None:
-            return shared
+    def _read(self, owner: bytes, adapter: Adapter, frontend: int, waiter: Request | Future[bool]) -> _Read:
+        """Like `_load`, but requests that wait for the same adapter share one read. It is dropped if they `leave`."""
+        if (read := self._reading.get((owner, adapter))) is None:
+            read = self._reading[owner, adapter] = _Read(*self._load(adapter, frontend))
+            self._later(read.future, partial(self._end_reading, owner, adapter, read))
+        read.waiting += 1
+        self._waiting[waiter].append((owner, adapter, read))
+        return read
 
-        def end_reading(done: Future[Any]) -> None:
-            number, _ = self._reading.pop((owner, adapter))
-            if done.exception() is not None:
-                self._unload(number)  # one of several ranks may have read it
-            elif not adapter.num_virtual_tokens:
-                self._loras.put(done.result().digest, number)  # all who waited for it may have gone
-
-        reading = self._reading[owner, adapter] = self._load(adapter)
-        self._later(reading[1], end_reading)
-        return reading
+    def _end_reading(self, owner: bytes, adapter: Adapter, read: _Read, done: Future[AdapterFacts]) -> None:
+        if not read.waiting:  # it was dropped
+            return
+        del self._reading[owner, adapter]
+        if adapter.num_virtual_tokens or done.exception() is not None:  # one of several ranks may have read it
+            self._unload(read.number)
+        else:
+            self._loras.put(done.result().digest, read.number)  # some who waited for it may have gone
 
     def _read_again(self, request: Request) -> None:
         """Load the adapter of a request again, because it was evicted while the request waited."""
@@ -203,7 +226,7 @@ class Adapters:
 
     # ------------------------------------------------------------------ what frontends call
 
-    def add(self, owner: bytes, values: Any) -> Future[bool]:
+    def add(self, caller: Caller, values: Any) -> Future[bool]:
         """Load a LoRA adapter into memory. values: the fields of `Adapter`. The future gets True once it is loaded.
 
         Raises:
@@ -215,12 +238,14 @@ class Adapters:
         except msgspec.ValidationError as error:
             raise InvalidRequestError(f"a LoRA adapter is given wrongly: {error}") from None
         _check_lora(adapter)
-        bound, added = self._find(owner, adapter), Future[bool]()
+        owner, added = caller.owner, Future[bool]()
+        bound = self._find(owner, adapter)
         if bound is not None and bound.digest in loras:
             added.set_result(self._hold(bound))
         else:
-            number, reading = self._read(owner, adapter)
-            self._later(reading, partial(self._take_added, owner, adapter, number, added))
+            read = self._read(owner, adapter, caller.frontend, added)
+            added.add_done_callback(self.leave)
+            self._later(read.future, partial(self._take_added, owner, adapter, read.number, added))
         return added
 
     def _take_added(

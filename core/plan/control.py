@@ -20,14 +20,18 @@ from .step import StepPlan, StepResult
 
 
 class PrepareAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Read an adapter's folder. Answer: a future of `AdapterFacts`, or of what is wrong with the folder. After an
-    error too the number has to be dropped, because one of several ranks may have read it."""
+    """Read an adapter's folder. Answer: a future of `AdapterFacts`, or of what is wrong with the folder. The number
+    has to be dropped: after an error too, because one of several ranks may have read it, and of a prompt adapter once
+    its facts are there."""
 
     number: int
     adapter: Adapter
+    frontend: int = 0  # whose request needs it: frontends take turns
 
 
 class DropAdapter(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Forget an adapter, or that it is to be read."""
+
     number: int
 
 

@@ -14,8 +14,8 @@ import base64
 import functools
 import json
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection
+from collections import OrderedDict
+from collections.abc import Collection
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +23,7 @@ import numpy as np
 
 from ...ipc.errors import InvalidRequestError
 from .grammar_text import named_tokens, reason, to_lark
+from .turns import TurnThread
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -172,10 +173,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._cached: OrderedDict[tuple[str, str], Grammar | InvalidRequestError] = OrderedDict()
         self._cached_bytes = 0
-        # by frontend, in the order of their turns
-        self._queues: OrderedDict[int, deque[tuple[tuple[str, str], Future[Grammar]]]] = OrderedDict()
-        self._queued = threading.Semaphore(0)
-        self._started = False
+        self._thread = TurnThread("grammars", _STACK_BYTES)
 
     def compile(self, kind: str, text: str) -> Grammar:
         """Compile a grammar, and wait for it. See `submit`.
@@ -189,43 +187,30 @@ class GrammarCompiler:
         """Compile the grammar of a `StructuredOutputsParams.spec`. The future gets the grammar or the error that
         `compile` raises; it can be cancelled until its turn comes. Frontends take turns. Calls for the same grammar
         share the work."""
-        key, future = (kind, text), Future[Grammar]()
-        with self._lock:
-            if (known := self._cached.get(key)) is not None:
-                self._cached.move_to_end(key)
-                _settle(future, known)
-            else:
-                self._queues.setdefault(frontend, deque()).append((key, future))
-                self._queued.release()
-                if not self._started:
-                    self._started = True
-                    _start_thread(self._work)
+        if (known := self._known((kind, text))) is None:
+            return self._thread.submit(frontend, self._compiled, (kind, text))
+        future = Future[Grammar]()
+        future.set_result(known) if isinstance(known, Grammar) else future.set_exception(_again(known))
         return future
 
-    def _work(self) -> None:
-        while True:
-            self._queued.acquire()
-            with self._lock:
-                frontend, queue = self._queues.popitem(last=False)
-                key, future = queue.popleft()
-                if queue:
-                    self._queues[frontend] = queue
-                found = self._cached.get(key)
-            if not future.set_running_or_notify_cancel():  # nobody needs it any more
-                continue
-            if found is None:
-                found = self._compiled(key)
-            _settle(future, found)
-
-    def _compiled(self, key: tuple[str, str]) -> Grammar | InvalidRequestError:
-        try:
-            found: Grammar | InvalidRequestError = _compile(self._vocabulary, *key)
-        except InvalidRequestError as error:
-            found = error.with_traceback(None)
-        except BaseException as error:  # a panic of the library is no Exception
-            found = InvalidRequestError(f"{key[0]:.20} can't be compiled: {type(error).__name__}: {error!s:.200}")
+    def _known(self, key: tuple[str, str]) -> Grammar | InvalidRequestError | None:
         with self._lock:
-            self._keep(key, found)
+            if key in self._cached:
+                self._cached.move_to_end(key)
+            return self._cached.get(key)
+
+    def _compiled(self, key: tuple[str, str]) -> Grammar:
+        if (found := self._known(key)) is None:
+            try:
+                found = _compile(self._vocabulary, *key)
+            except InvalidRequestError as error:
+                found = error.with_traceback(None)
+            except BaseException as error:  # a panic of the library is no Exception
+                found = InvalidRequestError(f"{key[0]:.20} can't be compiled: {type(error).__name__}: {error!s:.200}")
+            with self._lock:
+                self._keep(key, found)
+        if isinstance(found, InvalidRequestError):
+            raise _again(found)
         return found
 
     def _keep(self, key: tuple[str, str], found: Grammar | InvalidRequestError) -> None:
@@ -339,18 +324,5 @@ def _num_bytes(key: tuple[str, str], found: Grammar | InvalidRequestError) -> in
     return 2 * sum(map(len, key)) + (found.num_bytes if isinstance(found, Grammar) else 1 << 10)
 
 
-def _settle(future: Future[Grammar], found: Grammar | Exception) -> None:
-    if isinstance(found, Grammar):
-        future.set_result(found)
-    else:
-        future.set_exception(type(found)(*found.args))
-
-
-def _start_thread(target: Callable[[], None]) -> None:
-    """Start a daemon thread, so that a process can end during a compilation. The stack size is a setting of the
-    process: threads that start at the same moment get the large stack, too."""
-    before = threading.stack_size(_STACK_BYTES)
-    try:
-        threading.Thread(target=target, name="grammars", daemon=True).start()
-    finally:
-        threading.stack_size(before)
+def _again(error: InvalidRequestError) -> InvalidRequestError:
+    return type(error)(*error.args)

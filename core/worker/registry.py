@@ -7,17 +7,17 @@ grammars and read the folders of adapters. Until that is done, no plan contains 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from ...ipc.errors import NotSupportedError
 from ...ipc.messages import Adapter
 from ...ipc.structured import TOKENS, trace_of
-from ..model.run.lora import LoRA
 from ..plan.control import AdapterFacts
 from .adapter_files import LoRALimits, read_lora, read_prompt_adapter
 from .grammar import GrammarCompiler, Matcher, Replay
 from .processors import Processors
+from .turns import TurnThread
 
 Function = Callable[..., Any]
 
@@ -41,12 +41,12 @@ class Registry:
     ) -> None:
         self.processors = processors or Processors()
         self.matchers: dict[int, Future[Matcher | Replay]] = {}  # by grammar number, with the state of its request
-        self.adapters: dict[int, Future[LoRA]] = {}
+        self.adapters: dict[int, Future[Any]] = {}  # `LoRA`, or of a prompt adapter the facts
         self.functions: dict[int, Function] = {}
         self._make_compiler = make_compiler
         self._compiler: GrammarCompiler | None = None
         self.limits, self._hidden_size = limits, hidden_size
-        self._thread = ThreadPoolExecutor(1, "mainspring-adapters")
+        self._thread = TurnThread("mainspring-adapters")
         self._next_function = 1
 
     def prepare_grammar(self, number: int, kind: str, text: str, frontend: int = 0) -> Future[None]:
@@ -72,18 +72,21 @@ class Registry:
         if (made := self.matchers.pop(number, None)) is not None:
             made.cancel()
 
-    def prepare_adapter(self, number: int, adapter: Adapter) -> Future[AdapterFacts]:
-        """Read an adapter's folder, and register a LoRA adapter under `number`. A prompt adapter is not registered: its
-        embeddings are part of the returned facts."""
+    def prepare_adapter(self, number: int, adapter: Adapter, frontend: int = 0) -> Future[AdapterFacts]:
+        """Read an adapter's folder for `frontend`, and register the adapter under `number`. The embeddings of a prompt
+        adapter are part of the returned facts."""
         if adapter.num_virtual_tokens:
-            return self._thread.submit(read_prompt_adapter, adapter, self._hidden_size)
-        if self.limits is None:
+            reading = self._thread.submit(frontend, read_prompt_adapter, adapter, self._hidden_size)
+        elif self.limits is None:
             raise NotSupportedError("this core serves no LoRA adapters: start it with enable_lora=True")
-        self.adapters[number] = reading = self._thread.submit(read_lora, adapter, self.limits)
-        return _then(reading, lambda lora: AdapterFacts(lora.digest))
+        else:
+            reading = self._thread.submit(frontend, read_lora, adapter, self.limits)
+        self.adapters[number] = reading
+        return _then(reading, lambda found: found if adapter.num_virtual_tokens else AdapterFacts(found.digest))
 
     def drop_adapter(self, number: int) -> None:
-        self.adapters.pop(number, None)
+        if (reading := self.adapters.pop(number, None)) is not None:
+            reading.cancel()
 
     def lend_functions(self, functions: Sequence[Function]) -> tuple[int, ...]:
         """Register functions of this process, and return their numbers."""

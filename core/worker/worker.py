@@ -114,7 +114,7 @@ class LocalWorker(Worker):
         self._methods = with_extension(self.apply_model, self.parameters, extension, rank)
         self.decisions = Decisions() if decisions is None else replace(decisions)
         self._controls: dict[type, Callable[[Any], Any]] = {
-            records.PrepareAdapter: lambda r: self._registry.prepare_adapter(r.number, r.adapter),
+            records.PrepareAdapter: lambda r: self._registry.prepare_adapter(r.number, r.adapter, r.frontend),
             records.DropAdapter: lambda r: self._registry.drop_adapter(r.number),
             records.PrepareGrammar: lambda r: self._registry.prepare_grammar(r.number, r.kind, r.text, r.frontend),
             records.DropGrammar: lambda r: self._registry.drop_grammar(r.number),
