@@ -100,6 +100,7 @@ class _Call:
 
     call: UtilityCall
     arrays: list[np.ndarray]
+    since: float  # when it was asked, on the monotonic clock
     sent: bool = False
 
 
@@ -286,7 +287,7 @@ class Connection:
         self._check_sizes(f"the call of {method!r}", given, [array.values for array in arrays])
         tensors = [Tensor(i, array.dtype, list(array.values.shape)) for i, array in enumerate(arrays)]
         call = UtilityCall(next(self.call_ids), method, given, tensors)
-        self._calls[call.call_id] = asked = _Call(call, [array.values for array in arrays])
+        self._calls[call.call_id] = asked = _Call(call, [array.values for array in arrays], time.monotonic())
         if self._ready is not None:
             self._send_call(asked)
         return call.call_id
@@ -421,10 +422,9 @@ class Connection:
         if self.media is not None and ready.media:
             self.media.move([address_at(self.address, place) for place in ready.media])
         logger.info("connected to epoch %d; %d requests are resumed", ready.epoch, len(self._ledger))
-        for entry in self._ledger.values():
-            self._send_entry(entry)
-        for asked in list(self._calls.values()):
-            self._send_call(asked)
+        unanswered: list[Entry | _Call] = [*self._ledger.values(), *self._calls.values()]
+        for one in sorted(unanswered, key=lambda one: one.since):  # a pause aborts only what was before it
+            self._send_entry(one) if isinstance(one, Entry) else self._send_call(one)
         self._link.flush()
 
     # ------------------------------------------------------------------ for the other connections of a group

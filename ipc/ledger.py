@@ -25,6 +25,7 @@ class Entry:
     tensors: list[np.ndarray]
     tokens: list[int]  # all output tokens so far
     began: float
+    since: float  # when it was added, on the monotonic clock
     sent: bool
     aborted: bool = False
     sent_to: Epoch | None = None  # the core that has it
@@ -66,8 +67,8 @@ class Ledger(dict[int, Entry]):
 
     def add(self, request: AddRequest, tensors: Sequence[np.ndarray]) -> Entry:
         copies = [tensor.copy() for tensor in tensors]  # because the caller may change the arrays
-        began = time.monotonic() - request.age_s
-        entry = Entry(request, copies, list(request.output_token_ids), began, sent=request.resumed)
+        now = time.monotonic()
+        entry = Entry(request, copies, list(request.output_token_ids), now - request.age_s, now, sent=request.resumed)
         self.put(entry)
         return entry
 

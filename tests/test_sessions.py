@@ -24,7 +24,7 @@ from mainspring.ipc import codec, connection
 from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.connection import Connection
 from mainspring.ipc.errors import ConnectError, EngineDeadError
-from mainspring.ipc.messages import AddRequest, Bye, Hello, Outputs
+from mainspring.ipc.messages import AddRequest, Bye, Hello, Outputs, UtilityCall
 from mainspring.ipc.sync_client import SyncClient
 from mainspring.ipc.transport import Endpoints
 from stand_in_core import StandInOwner, open_descriptors, stand_in
@@ -190,6 +190,25 @@ def test_a_call_in_flight_is_answered_by_the_next_core(client: SyncClient, owner
         owner.busy = False
         owner.restart()
         assert [answer.result(PROMPTLY) for answer in answers] == [[0], [1], [2]]
+
+
+def test_requests_and_calls_come_again_in_the_order_in_which_they_were_made(
+    client: SyncClient, owner: StandInOwner
+) -> None:
+    owner.busy = True
+    with ThreadPoolExecutor() as pool:
+        client.add_request(request(0))
+        paused = pool.submit(client.call, "echo", "abort")
+        assert eventually(lambda: len(client._connection._calls) == 1)
+        client.add_request(request(1))
+        owner.kill()
+        owner.events.clear()
+        owner.busy = False
+        owner.restart()
+        assert paused.result(PROMPTLY) == ["abort"]
+    assert set(collect(client, 2)) == {0, 1}
+    kinds = [type(event.message) for event in owner.events]
+    assert [kind for kind in kinds if kind in (AddRequest, UtilityCall)] == [AddRequest, UtilityCall, AddRequest]
 
 
 def test_a_call_that_has_timed_out_is_not_sent_again(client: SyncClient, owner: StandInOwner) -> None:
