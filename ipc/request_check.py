@@ -14,7 +14,7 @@ from .adapters import PromptAdapterRequest
 from .config import MOST_ITEMS, EngineConfig
 from .errors import InvalidArgumentError, InvalidRequestError, NotSupportedError, shown
 from .messages import Adapter, AddRequest, ModelFacts, Pooling, Sampling
-from .params import CORE_RANGES, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIAS
+from .params import CORE_RANGES, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIAS, MIN_TEMPERATURE
 from .processor_names import unpacked
 from .structured import MAX_SPEC_BYTES, TOKENS, Kind, trace_of
 
@@ -176,6 +176,10 @@ class RequestCheck(NamedTuple):
         for name, (least, most) in CORE_RANGES.items():
             if not least <= (value := getattr(sampling, name)) <= most:  # NaN is in no range
                 raise InvalidRequestError(f"{name} is {shown(value)}; it must be from {least:g} to {most:g}")
+        if 0 < sampling.temperature < MIN_TEMPERATURE:  # logits divided by it might exceed what fp32 holds
+            raise InvalidRequestError(
+                f"temperature is {sampling.temperature}; it must be 0 or at least {MIN_TEMPERATURE}"
+            )
         if not 0 < sampling.top_p <= 1:
             raise InvalidRequestError(f"top_p is {shown(sampling.top_p)}; it must be above 0 and at most 1")
         if not all(abs(bias) <= MAX_BIAS for bias in sampling.logit_bias.values()):

@@ -85,6 +85,8 @@ def test_a_pooling_prompt_may_fill_the_context() -> None:
         (request(fields={"bad_words": [[token] for token in range(100)]}), "no token is left"),
         (request(fields={"stop_token_ids": list(range(100)), "min_tokens": 1}), "no token is left"),
         (request(fields={"top_p": 0.0}), "top_p is 0.0; it must be above 0"),
+        (request(fields={"temperature": 1e-50}), "temperature is 1e-50; it must be 0 or at least 0.01"),
+        (request(fields={"temperature": 0.0099}), "temperature is 0.0099; it must be 0 or at least 0.01"),
         (request(fields={"logit_bias": {1: 1e31}}), "logit_bias"),
         (request(fields={"logit_bias": {1: float("nan")}}), "logit_bias"),
         (request(fields={"grammar": ["regex"]}), "a grammar is a kind and a text"),
