@@ -312,7 +312,7 @@ def _answer(core: EngineCore, server: CoreServer, event: Event) -> None:
         tell(NOTHING if error else encode_value(done.result()), error)
 
     try:
-        arrays = [read_tensor(tensor, event.tensors) for tensor in call.tensors]
+        arrays = (read_tensor(tensor, event.tensors) for tensor in call.tensors)  # once the caller may call the method
         answer = core.call(call.method, call.args, frontend, arrays)
     except Exception as error:  # send any error of the method to the caller; it must not end the core
         logger.debug("%s failed", call.method, exc_info=True)

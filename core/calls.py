@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ def call_method(
     caller: Caller,
     name: str,
     args: msgspec.Raw,
-    arrays: Sequence[np.ndarray] = (),
+    arrays: Iterable[np.ndarray] = (),
 ) -> msgspec.Raw | Future[Any]:
     """Call a method by name. Returns the encoded result, or a future if steps have to run first.
 
@@ -64,8 +64,8 @@ def call_method(
         raise InvalidRequestError(f"{name} was called with {len(args)} bytes; the limit is {method.max_bytes}")
     given = decode_value(args, list)
     if method.gets_arrays:
-        given = [arrays, *given]
-    elif arrays:
+        given = [[*arrays], *given]
+    elif any(True for _ in arrays):
         raise InvalidRequestError(f"{name} takes no arrays")
     if method.gets_caller:
         given = [caller, *given]

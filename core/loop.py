@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
@@ -366,7 +366,7 @@ class EngineCore:
         self.scheduler.abort(frontend, handles)
 
     def call(
-        self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Sequence[np.ndarray] = ()
+        self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Iterable[np.ndarray] = ()
     ) -> msgspec.Raw | Future[Any]:
         """See `call_method`. If no such frontend is connected, the call is for the process itself.
 

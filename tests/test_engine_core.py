@@ -161,6 +161,18 @@ def test_what_changes_the_engine_for_everyone_needs_admin(method: str) -> None:
     call(core, method, frontend=1)
 
 
+def test_the_arrays_of_a_call_are_read_only_if_the_caller_may_call_its_method() -> None:
+    core, answers = make_core(), list[UtilityResult]()
+    core.connect(0, admin=False)
+    core.connect(1, admin=True)
+    server: Any = SimpleNamespace(send=lambda frontend, message: answers.append(message))
+    args, unreadable = encode_value(["v", 0, ["a"], [0], True]), [Tensor(9, "float32", [1])]
+    for frontend in (0, 1):
+        take(core, server, Event(frontend, UtilityCall(frontend, "update_weights", args, unreadable)))
+    take(core, server, Event(0, UtilityCall(2, "ping", encode_value([]), [Tensor(0, "uint8", [1])]), [b"a"]))
+    assert [answer.error for answer in answers] == ["NotPermittedError", "ProtocolError", "InvalidRequestError"]
+
+
 def test_anybody_may_ask() -> None:
     core = make_core()
     core.connect(0, admin=False)
