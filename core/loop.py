@@ -262,7 +262,7 @@ class EngineCore:
                 waits.append((read, partial(request.use_embeds, embeds, b"embeds")))
             if self.media is not None:
                 waits += self.media.prepare(request, message.media)
-            if (released := self._moved.hold(message.moved_from)) is not None:
+            if (released := self._moved.hold(message.moved_from, request)) is not None:
                 waits.append((released, lambda _: self._check_quarantine(key)))
             if processors:
                 request.functions = self.worker.lend_functions(processors)

@@ -148,6 +148,20 @@ def test_an_idle_core_is_drained_at_once() -> None:
     assert core.drained
 
 
+def test_a_moved_request_that_is_aborted_is_not_kept() -> None:
+    core = make_core()
+    core.connect(0)
+    core.add_request(0, message(0, moved_from=[1, 1]))
+    assert core.step() == {}
+    assert core.has_work, "it waits for news of the core that had it"
+    core.abort(0, [0])
+    [outputs] = core.step().values()
+    assert [finished.reason for finished in outputs.finished] == ["abort"]
+    core.step()
+    assert not core.has_work
+    assert core._moved._held == []
+
+
 # ---------------------------------------------------------------------- who may do what
 
 
