@@ -169,10 +169,10 @@ class Preparer:
         together = any(place.way is Way.TOGETHER for place in places.values())
         if together and len(inputs) == 1 and isinstance(prompt, str) and not self._found(prompt, places):
             with contextlib.suppress(InvalidRequestError):  # PaliGemma's processor writes the only placeholder itself
-                return self._together(prompt, inputs, places, kwargs)
+                return self._together(prompt, inputs, places, kwargs, add_special_tokens)
         order = self._order(prompt, by_modality, places)
         if together:
-            return self._together(prompt, order, places, kwargs)
+            return self._together(prompt, order, places, kwargs, add_special_tokens)
         items = [self._item(at, given, kwargs) for at, given in enumerate(order)]
         with self._guard(_hash(_bytes_of(prompt))):
             adds = add_special_tokens and self.processor.adds_special_tokens
@@ -282,6 +282,7 @@ class Preparer:
         order: Sequence[MediaInput],
         places: Mapping[str, Place],
         kwargs: Mapping[str, Any],
+        add_special_tokens: bool,
     ) -> PreparedPrompt:
         """Prepare a prompt with one call for all its items. What becomes of an item depends on all of them."""
         if not isinstance(prompt, str):
@@ -295,7 +296,7 @@ class Preparer:
             with self._guard(names[at]):
                 decoded.append((given.modality, self._decode(at, given, content, kwargs)))
         with self._guard(_hash(every)):
-            ids, parts = self.processor.together(prompt, decoded, kwargs)
+            ids, parts = self.processor.together(prompt, decoded, kwargs, add_special_tokens)
         token = next(iter(places.values())).token_id
         spans = _runs(ids, token, len(order))
         media = []

@@ -314,7 +314,7 @@ class Processor:
         return {TOKEN_KINDS: np.array(sorted(kinds), np.int64)} if kinds and not usual else {}
 
     def together(
-        self, prompt: str, items: Sequence[tuple[str, Any]], kwargs: Mapping[str, Any]
+        self, prompt: str, items: Sequence[tuple[str, Any]], kwargs: Mapping[str, Any], add_special_tokens: bool
     ) -> tuple[list[int], list[dict[str, np.ndarray]]]:
         """The token ids of a prompt, and the arrays of each of its items, of one call with all of them."""
         by_modality: dict[str, list[Any]] = {}
@@ -328,8 +328,10 @@ class Processor:
         parts = _split(heard.arrays, len(items))
         if parts is None:
             raise NotSupportedError("this checkpoint's processor takes one item in a prompt")
-        kinds = self._token_kinds(heard.kinds, modality)
-        return heard.ids, [{**part, **kinds} for part in parts]
+        kinds, ids = self._token_kinds(heard.kinds, modality), heard.ids
+        if not add_special_tokens and ids == self.tokenize(heard.text, self.adds_special_tokens):
+            ids = self.tokenize(heard.text, add_special_tokens=False)
+        return ids, [{**part, **kinds} for part in parts]
 
     def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
         with self._lock:

@@ -201,6 +201,20 @@ def test_a_processor_that_needs_the_whole_prompt_is_called_with_it(folders: Any)
         preparer.prepare([259, 72], [image()], {})
 
 
+@pytest.mark.parametrize("add_special_tokens", [True, False])
+def test_special_tokens_are_added_alike_however_the_processor_is_called(
+    add_special_tokens: bool, folders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, given = config_of(folders("llava")), [image(1), image(2)]
+    prompt, others = "a <image> b <image>", (given, {}, add_special_tokens)
+    alone = Preparer(config).prepare(prompt, *others).token_ids
+    monkeypatch.setattr(Processor, "_way", lambda *args: Way.TOGETHER)
+    preparer = Preparer(config)
+    assert preparer.prepare(prompt, *others).token_ids == alone
+    assert preparer.processor.tokenize("a", add_special_tokens=True)[0] == 256
+    assert (alone[0] == 256) == add_special_tokens
+
+
 def test_the_only_placeholder_may_be_missing_where_the_processor_writes_it(folders: Any) -> None:
     preparer = Preparer(config_of(folders("paligemma")))
     assert preparer.prepare("caption", [image()], {}) == preparer.prepare("<image>caption", [image()], {})
