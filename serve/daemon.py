@@ -27,11 +27,12 @@ from .daemon_options import DaemonOptions
 from .health import heartbeat, notify, probes
 
 
-def serve(options: DaemonOptions, config: EngineConfig, on_ready: Callable[[str], None]) -> None:
+def serve(options: DaemonOptions, config: EngineConfig, on_ready: Callable[[str], None], runtime_dir: str = "") -> None:
     """Keep the cores running until SIGTERM or SIGINT, or until all have died too often. For the main thread.
 
     Args:
         on_ready: called once, with how to connect, when the cores serve.
+        runtime_dir: as for `Supervisor`.
 
     Raises:
         InvalidArgumentError: the options contradict each other, or a key can't be read.
@@ -68,7 +69,7 @@ def serve(options: DaemonOptions, config: EngineConfig, on_ready: Callable[[str]
         placement = place(config)
         stack.callback(placement.close)
         config = placement.config
-        group = CoreGroup(config, endpoints, drain_timeout=options.drain_timeout, claim=partial(_claim, stack=stack))
+        group = CoreGroup(config, endpoints, runtime_dir, options.drain_timeout, partial(_claim, stack=stack))
         if options.http_port is not None:
             stack.enter_context(probes(options.http_host, options.http_port, ready))
         if (port := config.observability_config.metrics_port) is not None:

@@ -262,6 +262,16 @@ def test_workers_end_with_the_process_that_started_them(folder: Path, calm: Daem
     assert not alive
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_server_with_its_own_core_leaves_no_folder(workers: int, folder: Path) -> None:
+    base = folder / "run"
+    base.mkdir(mode=0o700)
+    server = HttpServer(folder, "--workers", str(workers), XDG_RUNTIME_DIR=str(base)).wait_ready()
+    assert [place.name.startswith("mainspring-") for place in base.iterdir()] == [True]
+    server.end()
+    until(lambda: not list(base.iterdir()), lambda: str(list(base.rglob("*"))))
+
+
 def test_a_server_on_a_daemon_that_is_not_there_says_so(folder: Path) -> None:
     server = HttpServer(folder, "--connect", f"ipc://{folder}/none")
     assert server.process.wait(PATIENCE_S) == 1

@@ -88,13 +88,13 @@ def serve(options: ServeOptions, engine: EngineConfig | dict[str, Any], on_ready
                 pool.wait()
             return
         assert isinstance(engine, EngineConfig)
-        folder = make_runtime_dir()
+        folder = order.folder or make_runtime_dir()
         stack.callback(remove_runtime_dir, folder)
         order.address = ipc_address(folder)
-        _with_core(order, engine, lambda: on_ready(url))
+        _with_core(order, engine, folder, lambda: on_ready(url))
 
 
-def _with_core(order: Any, config: EngineConfig, on_ready: Callable[[], None]) -> None:
+def _with_core(order: Any, config: EngineConfig, folder: str, on_ready: Callable[[], None]) -> None:
     """Run a core in the way of a daemon, and workers beside it. The workers end before it."""
     from ..serve.daemon import serve as serve_daemon  # imported here, because a server beside a daemon does not need it
     from ..serve.daemon_options import DaemonOptions
@@ -129,7 +129,7 @@ def _with_core(order: Any, config: EngineConfig, on_ready: Callable[[], None]) -
         on_ready()
 
     try:
-        serve_daemon(daemon, config, started)
+        serve_daemon(daemon, config, started, folder)
     finally:
         for pool in pools:
             pool.__exit__()
