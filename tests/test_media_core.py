@@ -171,6 +171,34 @@ def test_a_request_waits_while_other_items_of_its_frontend_come(monkeypatch: pyt
     assert {handle: ended[0, handle].reason for handle in sent} == dict.fromkeys(sent, "length")
 
 
+def test_a_request_whose_other_items_never_come_does_not_keep_its_arrays_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not even if its frontend has others that get arrays, and arrays that wait for room."""
+    core, now = core_with_media(), 0.0
+    monkeypatch.setattr(media_store, "ARRAY_BYTES", 2 * (media_store.ITEM_BYTES + 80))
+    monkeypatch.setattr(media_store.time, "monotonic", lambda: now)
+    core.connect(1)
+    for handle, seeds in enumerate(([1, 99], range(2, 12), [20])):
+        core.add_request(0, request(handle, *seeds))
+        put(core, seeds[0], 20)
+    core.add_request(1, request(3, 21, max_tokens=2))
+    waits = put(core, 21, 20)
+    assert not waits.done()
+    ended: dict[Key, Any] = {}
+    for seed in range(3, 11):
+        for _ in range(25):  # of half a second each
+            now += 0.5
+            ended |= collected(core)
+        put(core, seed, 20)
+    assert {key: one.reason for key, one in ended.items()} == {(0, 0): "error"}
+    for _ in range(125):
+        now += 0.5
+        ended |= collected(core)
+    assert ended.pop((0, 1)).reason == "error"
+    assert {key: one.reason for key, one in ended.items()} == {(0, 0): "error", (0, 2): "length", (1, 3): "length"}
+
+
 def collected(core: EngineCore) -> dict[Key, Any]:
     """The requests that end in a step."""
     return {(frontend, one.handle): one for frontend, outputs in core.step().items() for one in outputs.finished}

@@ -204,6 +204,9 @@ def test_embeddings_of_media_and_wrong_uuids_are_refused() -> None:
         given_items({"image": FILE}, {"image": ["a", "b"]})
     with pytest.raises(InvalidRequestError, match=r"uuid of image 0 .* is 5"):
         given_items({"image": FILE}, {"image": [5]})
+    assert given_items({"image": FILE}, {"image": ["a" * 256]})[0].uuid == "a" * 256
+    with pytest.raises(InvalidRequestError, match=r"uuid of image 0 .* has 257 characters; the limit is 256"):
+        given_items({"image": FILE}, {"image": ["a" * 257]})
     with pytest.raises(InvalidRequestError, match="is 5 for image"):
         given_items({"image": FILE}, {"image": 5})
 

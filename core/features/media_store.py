@@ -92,7 +92,7 @@ class MediaStore:
         # by digest and modality; the one that was used last is the last
         self._items: OrderedDict[tuple[bytes, str], StoredItem] = OrderedDict()
         self._awaited: dict[StoredItem, None] = {}  # items whose arrays are awaited
-        self._fed: set[int] = set()  # frontends that got arrays since `look` was called last
+        self._fed: set[Request] = set()  # those that got arrays since `look` was called last
         self._puts: list[_Put] = []
         self._array_bytes = 0
         self._looked = 0.0  # when `look` was called last
@@ -146,12 +146,19 @@ class MediaStore:
 
     def look(self) -> None:
         """End the waits that have lasted too long: `WAIT_S` in which no arrays came for requests of the same frontend.
-        None does while arrays wait for room, because media workers then wait, too."""
+        None does while arrays wait for room, because media workers then wait, too. Then a request that has some of its
+        arrays must get others itself: it takes the room, and could get them at once."""
         self.take_puts()
         now = time.monotonic()
         waited, self._looked = min(now - self._looked, COUNTED_S), now
+        frontends, holders = {user.frontend for user in self._fed}, set[Request]()
+        if self._puts:
+            holders.update(user for item in self._items.values() if item.arrays is not None for user in item.users)
         for item in list(self._awaited):
-            fed = bool(self._puts) or any(user.frontend in self._fed for user in item.users)
+            if holders.isdisjoint(item.users):
+                fed = bool(self._puts) or any(user.frontend in frontends for user in item.users)
+            else:
+                fed = not self._fed.isdisjoint(item.users)
             for done in list(item.awaited):
                 item.awaited[done] = WAIT_S if fed else item.awaited[done] - waited
                 if item.awaited[done] <= 0:
@@ -229,7 +236,7 @@ class MediaStore:
                 self._puts.remove(put)
                 self._array_bytes += put.item.array_bytes
                 put.item.names, put.item.arrays = put.names, put.arrays
-                self._fed.update(user.frontend for user in put.item.users)
+                self._fed.update(put.item.users)
                 _answer(put.item)
                 put.done.set_result(None)
 
