@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -47,10 +48,11 @@ from mainspring.ipc.media_messages import (
     most_bytes,
 )
 from mainspring.ipc.media_remote import MAX_SENDS, RemoteMedia, _Job, _Worker
-from mainspring.ipc.media_workers import MediaWorkers
+from mainspring.ipc.media_workers import TIMED_OUT, MediaWorkers
 from mainspring.ipc.messages import AddRequest, Ready, Sampling
 from mainspring.ipc.sync_client import SyncClient
 from mainspring.ipc.transport import Endpoints, address_at, make_dealer
+from mainspring.media import server as media_server
 from mainspring.media.server import FETCHES_OF_ONE, MediaServer, _inputs
 from media_folders import file_of, picture, save_folder
 from stand_in_core import StandInCore, StandInOwner
@@ -691,6 +693,53 @@ def test_data_urls_do_not_wait_for_hosts(llava: Path) -> None:
         server._admit(b"frontend", Prepare(job, "<image>", [Content("image", url)], {}, True), [], 10)
     assert [waiting.order.job for waiting in server._waiting[b"frontend"]] == [0, 1]
     assert [waiting.order.job for _, waiting in fetched] == [2]
+
+
+def test_an_item_that_took_too_long_is_blamed_though_it_is_ready_while_its_worker_ends(
+    llava: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ended(BaseException):
+        """Of the process."""
+
+    slow, other, told = b"slow" * 4, b"next" * 4, list[Any]()
+    begun, go_on, is_ready = (threading.Event() for _ in range(3))
+
+    def prepare() -> None:
+        with server._guarded(slow):
+            begun.set()
+            assert go_on.wait(PATIENCE_S)
+        is_ready.set()
+        with server._guarded(other):
+            pass
+
+    def end(code: int) -> None:
+        told.append(code)
+        go_on.set()
+        assert is_ready.wait(PATIENCE_S)
+        raise Ended
+
+    router: Any = SimpleNamespace(close=lambda linger: None)
+    monkeypatch.setattr(media_server, "signal", SimpleNamespace(setitimer=lambda *_: None, ITIMER_REAL=0))
+    monkeypatch.setattr(media_server, "_send", lambda router, *answer: told.append(answer))
+    monkeypatch.setattr(media_server, "FAREWELL_MS", 1)
+    monkeypatch.setattr(os, "_exit", end)
+    with tempfile.TemporaryFile(buffering=0) as mark:
+        launch = MediaLaunch(config_of(llava), Endpoints("ipc:///nowhere"), 0, -1, mark.fileno(), "", item_seconds=0.0)
+        server = MediaServer(launch)
+        server._job = b"frontend", 7
+        thread = threading.Thread(target=prepare)
+        thread.start()
+        assert begun.wait(PATIENCE_S)
+        with pytest.raises(Ended):
+            server._watch_the_clock(router)
+        [(origin, answer), code] = told
+        assert (origin, answer.job, answer.error, code) == (b"frontend", 7, "InvalidRequestError", TIMED_OUT)
+        thread.join(0.1)
+        assert thread.is_alive(), "it does not begin another item"
+        assert os.pread(mark.fileno(), 99, 0) == slow
+        server._ends = False
+        thread.join()
+        assert os.pread(mark.fileno(), 99, 0) == bytes(16)
 
 
 def test_a_frontend_with_many_urls_leaves_threads_to_others_and_counts_what_waits(llava: Path) -> None:
