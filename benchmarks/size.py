@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-LIMIT = 51_000
+LIMIT = 51_100
 ROOT = Path(__file__).resolve().parent.parent
 
 

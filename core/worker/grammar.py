@@ -190,7 +190,10 @@ class GrammarCompiler:
         if (known := self._known((kind, text))) is None:
             return self._thread.submit(frontend, self._compiled, (kind, text))
         future = Future[Grammar]()
-        future.set_result(known) if isinstance(known, Grammar) else future.set_exception(_again(known))
+        if isinstance(known, Grammar):
+            future.set_result(known)
+        else:
+            future.set_exception(_again(known))
         return future
 
     def _known(self, key: tuple[str, str]) -> Grammar | InvalidRequestError | None:
