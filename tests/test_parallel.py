@@ -180,6 +180,16 @@ def test_copies_of_parts_of_a_weight_that_changes_stay_where_they_are() -> None:
         assert [piece.data_ptr() for piece in after] == addresses
 
 
+def test_copies_of_parts_of_a_weight_have_its_dtype() -> None:
+    backend = ParallelBackend(ReferenceBackend(), OneRank(), 2)
+    weight = torch.nn.Parameter(torch.randint(-2, 3, (8, 16)).bfloat16())  # sums of whole numbers are exact
+    backend.add_up(weight, whole_input=False)
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+        weight.data = weight.data.to(dtype)
+        rows = torch.randint(-2, 3, (3, 16)).to(dtype)
+        assert torch.equal(backend.linear(rows, weight), torch.nn.functional.linear(rows, weight))
+
+
 def test_sums_of_as_many_parts_have_the_bits_of_any_number_of_ranks(
     two: RankPool, four: RankPool, tmp_path: Path
 ) -> None:
