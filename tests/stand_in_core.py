@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -74,7 +74,7 @@ class StandInCore:
             if self._requests.pop((frontend, handle_), None):
                 self._notices.append((frontend, Finished(handle_, "abort")))
 
-    def call(self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Sequence[Any] = ()) -> msgspec.Raw:
+    def call(self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Iterable[Any] = ()) -> msgspec.Raw:
         values = decode_value(args, list)
         if method == "sleep":
             time.sleep(values[0])

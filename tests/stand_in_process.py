@@ -10,7 +10,7 @@ import stat
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,7 @@ class ScriptedCore(StandInCore):
         if state.paused:
             self.paused.set()
 
-    def call(self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Sequence[Any] = ()) -> msgspec.Raw:
+    def call(self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Iterable[Any] = ()) -> msgspec.Raw:
         if method == "die_in_step":
             (self._order,) = decode_value(args)
         elif method == "die_now":

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,7 +91,7 @@ class MediaCore(StandInCore):
                 self.waiting.remove((frontend, request))
                 self._requests[frontend, request.handle] = request, len(request.output_token_ids)
 
-    def call(self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Sequence[Any] = ()) -> msgspec.Raw:
+    def call(self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Iterable[Any] = ()) -> msgspec.Raw:
         if method == "offer_media":
             assert self.is_admin[frontend]
             return encode_value([digest for digest in decode_value(args)[0] if digest not in self.items])
@@ -99,9 +99,10 @@ class MediaCore(StandInCore):
             assert self.is_admin[frontend]
             time.sleep(self.put_seconds)
             digest, modality, names, shapes = decode_value(args)
-            assert len(names) == len(arrays)
+            given = [*arrays]
+            assert len(names) == len(given)
             assert not shapes
-            self.items[digest], self.sizes[digest] = (modality, names), sum(array.nbytes for array in arrays)
+            self.items[digest], self.sizes[digest] = (modality, names), sum(array.nbytes for array in given)
             self.puts.append(digest)
             self._begin()
             return encode_value(None)
