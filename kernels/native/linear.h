@@ -43,6 +43,8 @@ constexpr int STEPS_PER_BLOCK = LANES == 16 ? 2048 : 512;
 // Of packed x, beside this panel and the next.
 #if MAINSPRING_AMX
 constexpr size_t X_BLOCK_BYTES = 1 << 20;  // every processor that has it has 2 MiB of L2
+#elif MAINSPRING_AVX512 && !MAINSPRING_BF16_DOT
+constexpr size_t X_BLOCK_BYTES = 640 << 10;  // of at least 1 MiB; x is fp32, and more tiles share what is widened
 #else
 constexpr size_t X_BLOCK_BYTES = 384 << 10;
 #endif
@@ -98,6 +100,7 @@ void pack_panel(const T* rows, int columns, int K, T* panel) {
 //   WEIGHT        the type in memory
 //   K_PER_STEP    values of K in a step; X_WORDS: words of packed x that it takes
 //   MAX_ROWS      of a tile, by the registers there are
+//   WIDENS        whether a step can also store W as fp32, [K][32], from `wide` on: with WIDE it does
 //   step          acc[r][v] += W * x[r], for ROWS rows of which x holds a line (16 words) each, and VECS vectors of columns
 
 #if MAINSPRING_BF16_DOT
@@ -107,9 +110,10 @@ struct Bf16Dot {
     using INPUT = bf16;
     static constexpr int MAX_ROWS = LANES == 16 ? 14 : 6;
     static constexpr int K_PER_STEP = 2, X_WORDS = 1, STEP_BYTES = 4 * PANEL;
+    static constexpr bool WIDENS = false;
 
-    template <int ROWS, int VECS>
-    MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECS], const char* w, const char* x) {
+    template <bool WIDE, int ROWS, int VECS>
+    MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECS], const char* w, const char* x, float*) {
         I32 wv[VECS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; ++v) wv[v] = load_bytes(w + 4 * LANES * v);
@@ -127,11 +131,12 @@ struct Bf16Dot {
 struct Bf16Shift {
     using WEIGHT = bf16;
     using INPUT = float;
-    static constexpr int MAX_ROWS = LANES == 16 ? 12 : 6;  // accumulators: 24, or 12
+    static constexpr int MAX_ROWS = LANES == 16 ? 14 : 6;
     static constexpr int K_PER_STEP = 2, X_WORDS = 2, STEP_BYTES = 4 * PANEL;
+    static constexpr bool WIDENS = LANES == 16;
 
-    template <int ROWS, int VECS>
-    MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECS], const char* w, const char* x) {
+    template <bool WIDE, int ROWS, int VECS>
+    MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECS], const char* w, const char* x, float* wide) {
 #if MAINSPRING_AVX512
         // A word of x is loaded into a register once for both vectors. A core loads as many words a cycle as it multiplies
         // vectors, so multiply-adds that load a copy of x each would leave no load for W.
@@ -143,6 +148,7 @@ struct Bf16Shift {
                 const char* pairs = w + 64 * v;
                 wv[v] = _mm512_castsi512_ps(odd ? _mm512_maskz_loadu_epi16(0xaaaaaaaa, pairs)
                                                 : _mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
+                if (WIDE) store(wide + odd * PANEL + v * LANES, wv[v]);
             }
 #pragma GCC unroll 16
             for (int r = 0; r < ROWS; ++r) {
@@ -181,12 +187,16 @@ struct Fma {
     using INPUT = float;
     static constexpr int MAX_ROWS = LANES == 16 ? 14 : 6;
     static constexpr int K_PER_STEP = 1, X_WORDS = 1, STEP_BYTES = sizeof(T) * PANEL;
+    static constexpr bool WIDENS = LANES == 16 && sizeof(T) == 2;
 
-    template <int ROWS, int VECS>
-    MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECS], const char* w, const char* x) {
+    template <bool WIDE, int ROWS, int VECS>
+    MAINSPRING_INLINE static void step(F32 (&acc)[ROWS][VECS], const char* w, const char* x, float* wide) {
         F32 wv[VECS];
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; ++v) wv[v] = load((const T*)w + v * LANES);
+        for (int v = 0; v < VECS; ++v) {
+            wv[v] = load((const T*)w + v * LANES);
+            if (WIDE) store(wide + v * LANES, wv[v]);
+        }
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
             const F32 xr = set(*(const float*)(x + r * 64));
@@ -321,10 +331,10 @@ MAINSPRING_INLINE void multiply_six(const char* w, const char* x, int lines, flo
 // c[PANELS][ROWS][32] (+)= x[ROWS][steps] * w[PANELS][steps][32], x packed, panels `panel_bytes` apart. Adds to what c holds
 // unless this is the first block of K. VECS vectors of each row, of which w and c are the first. Every 4 steps are a turn of
 // `ahead`.
-template <class Kind, int ROWS, int PANELS, int VECS = VECTORS>
+template <class Kind, int ROWS, int PANELS, int VECS = VECTORS, bool WIDE = false>
 MAINSPRING_INLINE void multiply_tile(const char* w, size_t panel_bytes, const char* x, int steps, float* c, bool first,
-                                     Upcoming& ahead) {
-    constexpr int per_line = LINE / Kind::X_WORDS;
+                                     Upcoming& ahead, float* wide = nullptr) {
+    constexpr int per_line = LINE / Kind::X_WORDS, WIDE_STEP = WIDE ? Kind::K_PER_STEP * PANEL : 0;
 #if MAINSPRING_AVX2
     if constexpr (ROWS == 6 && PANELS == 1 && VECS == 2 && (std::is_same_v<Kind, Bf16Shift> || std::is_same_v<Kind, Fma<float>>)) {
         const int lines = steps / per_line;
@@ -343,12 +353,13 @@ MAINSPRING_INLINE void multiply_tile(const char* w, size_t panel_bytes, const ch
         for (int word = 0; word < LINE; word += 4 * Kind::X_WORDS) {  // 4 steps at a time: enough to hide the loop
             ahead.fetch();
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i, w += Kind::STEP_BYTES)
+            for (int i = 0; i < 4; ++i, w += Kind::STEP_BYTES, wide += WIDE_STEP)
 #pragma GCC unroll 4
-                for (int p = 0; p < PANELS; ++p) Kind::step(acc[p], w + p * panel_bytes, x + 4 * (word + i * Kind::X_WORDS));
+                for (int p = 0; p < PANELS; ++p)
+                    Kind::template step<WIDE>(acc[p], w + p * panel_bytes, x + 4 * (word + i * Kind::X_WORDS), wide);
         }
-    for (int word = 0; word < steps * Kind::X_WORDS; word += Kind::X_WORDS, w += Kind::STEP_BYTES)
-        for (int p = 0; p < PANELS; ++p) Kind::step(acc[p], w + p * panel_bytes, x + 4 * word);
+    for (int word = 0; word < steps * Kind::X_WORDS; word += Kind::X_WORDS, w += Kind::STEP_BYTES, wide += WIDE_STEP)
+        for (int p = 0; p < PANELS; ++p) Kind::template step<WIDE>(acc[p], w + p * panel_bytes, x + 4 * word, wide);
 
     for (int p = 0; p < PANELS; ++p)
         for (int r = 0; r < ROWS; ++r)
@@ -361,11 +372,12 @@ constexpr bool in_halves(int rows) { return LANES == 8 && rows >= 3; }
 // A whole tile. What AVX2's registers can't hold at once is done in parts that take turns, some steps each: the halves of a
 // panel, so that a word of x is loaded for 2 multiply-adds and a vector of W for up to 6 (whole panels of 3 rows load more
 // than they multiply); or several panels.
-template <class Kind, int ROWS, int PANELS>
-MAINSPRING_NOINLINE void tile(const char* w, size_t panel_bytes, const char* x, int steps, float* c, bool first, Upcoming& ahead) {
+template <class Kind, int ROWS, int PANELS, bool WIDE = false>
+MAINSPRING_NOINLINE void tile(const char* w, size_t panel_bytes, const char* x, int steps, float* c, bool first, Upcoming& ahead,
+                              float* wide = nullptr) {
     constexpr bool HALVES = in_halves(ROWS);
     if (LANES == 16 || (PANELS == 1 && !HALVES))
-        return multiply_tile<Kind, ROWS, PANELS>(w, panel_bytes, x, steps, c, first, ahead);
+        return multiply_tile<Kind, ROWS, PANELS, VECTORS, WIDE>(w, panel_bytes, x, steps, c, first, ahead, wide);
     constexpr int VECS = HALVES ? VECTORS / 2 : VECTORS, per_line = LINE / Kind::X_WORDS;
     Upcoming nothing;
     for (constexpr int turn = PANELS > 1 ? per_line : 256; steps > 0; steps -= turn, first = false) {
@@ -383,17 +395,19 @@ MAINSPRING_NOINLINE void tile(const char* w, size_t panel_bytes, const char* x, 
 
 // The same for any number of rows, 1 to MAX_ROWS. One or two rows alone have too few accumulators to keep the multiplier
 // busy while each waits for its last sum: they take GROUP panels side by side, as so many streams (with several streams the
-// hardware fetches ahead well enough by itself).
+// hardware fetches ahead well enough by itself). `wide`, if given, gets W as fp32.
 constexpr int GROUP = 4;
 template <class Kind, int ROWS = Kind::MAX_ROWS>
 inline void tile_of(int rows, int group, const char* w, size_t panel_bytes, const char* x, int steps, float* c, bool first,
-                    Upcoming& ahead) {
+                    Upcoming& ahead, float* wide = nullptr) {
     if (rows == ROWS) {
         if constexpr (ROWS <= 2)
             if (group == GROUP) return tile<Kind, ROWS, GROUP>(w, panel_bytes, x, steps, c, first, ahead);
+        if constexpr (Kind::WIDENS && 2 * ROWS > Kind::MAX_ROWS)  // of several tiles none has fewer
+            if (wide) return tile<Kind, ROWS, 1, true>(w, panel_bytes, x, steps, c, first, ahead, wide);
         return tile<Kind, ROWS, 1>(w, panel_bytes, x, steps, c, first, ahead);
     }
-    if constexpr (ROWS > 1) tile_of<Kind, ROWS - 1>(rows, group, w, panel_bytes, x, steps, c, first, ahead);
+    if constexpr (ROWS > 1) tile_of<Kind, ROWS - 1>(rows, group, w, panel_bytes, x, steps, c, first, ahead, wide);
 }
 
 // ---------------------------------------------------------------- what is done with the sums
@@ -456,6 +470,9 @@ struct Packed {
     static constexpr int MAX_ROWS = Kind::MAX_ROWS;
     static constexpr int PANELS_AT_A_TIME = GROUP;
     static constexpr int ALONE = 32768;  // elements of x that a thread rather packs by itself than waits for the others
+    // Steps in a block of K. Making fp32 of W takes a twelfth of a tile's time. Of MANY tiles, the first stores the fp32, up
+    // to 128 KiB, for the others; with fewer that costs as much as it saves.
+    static constexpr int BLOCK = Kind::WIDENS ? 1024 / Kind::K_PER_STEP : STEPS_PER_BLOCK, MANY = 5;
 
     const T* data;  // as pack_panel left it
     int N, K;
@@ -464,11 +481,11 @@ struct Packed {
     size_t row_bytes() const { return (size_t)ceil_div(steps() * Kind::X_WORDS, LINE) * 64; }
     size_t row_bytes_at_a_time() const { return std::min(row_bytes(), (size_t)STEPS_PER_BLOCK * Kind::X_WORDS * 4); }
     // Sums of a tile; or of a block's rows, where they wait for the next block of K (an odd last k is one of its own).
-    bool keeps_sums() const { return steps() > STEPS_PER_BLOCK || K % Kind::K_PER_STEP; }
+    bool keeps_sums() const { return steps() > BLOCK || K % Kind::K_PER_STEP; }
     size_t sums_bytes(int rows) const {
         return std::max(2 * GROUP, keeps_sums() ? rows : MAX_ROWS) * PANEL * sizeof(float);
     }
-    size_t piece_bytes() const { return (size_t)std::max(GROUP, std::min(steps(), STEPS_PER_BLOCK)) * Kind::STEP_BYTES; }
+    size_t piece_bytes() const { return (size_t)std::max(GROUP, std::min(steps(), BLOCK)) * Kind::STEP_BYTES * (Kind::WIDENS ? 2 : 1); }
 
     template <class X>
     void pack(const X* x, char* tile, int rows, int r) const {
@@ -482,15 +499,16 @@ struct Packed {
                   const Done& done) const {
         const int columns = std::min(PANEL, N - p * PANEL);
         for (int step = 0; step < steps();) {
-            // A block of K: whole steps of a whole panel are used where they lie. Those of a narrow panel are widened, and
+            // A block of K: whole steps of a whole panel are used where they lie. Those of a narrow panel are filled up, and
             // so is the step of an odd last k, whose other half is zero.
             const int whole = K / Kind::K_PER_STEP - step;
-            const int count = whole > 0 ? std::min(whole, STEPS_PER_BLOCK) : 1;
+            const int count = whole > 0 ? std::min(whole, BLOCK) : 1;
             const size_t block_bytes = (size_t)count * Kind::STEP_BYTES;
             constexpr int column_bytes = Kind::STEP_BYTES / PANEL;
             size_t panel_bytes = sizeof(T) * PANEL * K;
             const char* w = (const char*)(data + (size_t)p * PANEL * K) + (size_t)step * columns * column_bytes;
             Upcoming ahead;
+            float* wide = nullptr;
             if (columns < PANEL || whole == 0) {
                 const int bytes = whole == 0 ? sizeof(T) : column_bytes;
                 std::memset(piece, 0, group * block_bytes);
@@ -505,13 +523,17 @@ struct Packed {
                 // A single tile reads so fast that memory would fall idle in every second half.
                 const bool each_half = end - first == 1 && in_halves(tiles.begin(end) - tiles.begin(first));
                 ahead = Upcoming(w + block_bytes, block_bytes, (end - first) * (count / 4) * (each_half ? 2 : 1), each_half);
+                if (Kind::WIDENS && end - first >= MANY) wide = (float*)piece;
             }
             for (int t = first; t < end; ++t) {
                 const int row = tiles.begin(t), rows = tiles.begin(t + 1) - row;
                 const int word = step * Kind::X_WORDS;  // of a row of x; an odd last k finds it within a line
                 const char* x = packed + row * row_bytes() + (size_t)(word / LINE) * rows * 64 + word % LINE * 4;
                 float* c = sums + (keeps_sums() ? (size_t)(row - tiles.begin(first)) * PANEL : 0);
-                tile_of<Kind>(rows, group, w, panel_bytes, x, count, c, step == 0, ahead);
+                if (wide && t > first)
+                    tile_of<Fma<float>>(rows, 1, piece, 0, x, count * Kind::K_PER_STEP, c, step == 0, ahead);
+                else
+                    tile_of<Kind>(rows, group, w, panel_bytes, x, count, c, step == 0, ahead, wide);
                 if (step + count == steps())
                     for (int g = 0; g < group; ++g)
                         for (int r = 0; r < rows; ++r) done(row + r, g, c + (g * rows + r) * PANEL);
