@@ -119,7 +119,7 @@ class ParallelBackend:
         state, (before, pieces) = (weight.data_ptr(), weight._version), self.pieces.get(id(weight), (None, []))
         if before != state:
             chunks = weight.detach().chunk(count, 1)
-            if not pieces or pieces[0].dtype != weight.dtype:  # a model is in fp32 while it is compared with its own code
+            if not pieces or pieces[0].dtype != weight.dtype:  # in fp32 while it is compared with its own code
                 pieces = [torch.empty_like(chunk, memory_format=torch.contiguous_format) for chunk in chunks]
             for piece, chunk in zip(pieces, chunks, strict=True):
                 piece.copy_(chunk)
