@@ -62,10 +62,10 @@ def call_method(
         )
     if len(args) > method.max_bytes:
         raise InvalidRequestError(f"{name} was called with {len(args)} bytes; the limit is {method.max_bytes}")
-    given = decode_value(args, list)
+    given, arrays = decode_value(args, list), list(arrays)  # which may be read only now
     if method.gets_arrays:
-        given = [[*arrays], *given]
-    elif any(True for _ in arrays):
+        given = [arrays, *given]
+    elif arrays:
         raise InvalidRequestError(f"{name} takes no arrays")
     if method.gets_caller:
         given = [caller, *given]

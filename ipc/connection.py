@@ -424,7 +424,10 @@ class Connection:
         logger.info("connected to epoch %d; %d requests are resumed", ready.epoch, len(self._ledger))
         unanswered: list[Entry | _Call] = [*self._ledger.values(), *self._calls.values()]
         for one in sorted(unanswered, key=lambda one: one.since):  # a pause aborts only what was before it
-            self._send_entry(one) if isinstance(one, Entry) else self._send_call(one)
+            if isinstance(one, Entry):
+                self._send_entry(one)
+            else:
+                self._send_call(one)
         self._link.flush()
 
     # ------------------------------------------------------------------ for the other connections of a group

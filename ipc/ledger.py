@@ -25,11 +25,15 @@ class Entry:
     tensors: list[np.ndarray]
     tokens: list[int]  # all output tokens so far
     began: float
-    since: float  # when it was added, on the monotonic clock
     sent: bool
     aborted: bool = False
     sent_to: Epoch | None = None  # the core that has it
     moved_from: Epoch | None = None  # the core that had it before, if another connection was lost
+
+    @property
+    def since(self) -> float:
+        """When it was added, on the monotonic clock."""
+        return self.began + self.request.age_s
 
     @property
     def cost(self) -> int:
@@ -67,8 +71,8 @@ class Ledger(dict[int, Entry]):
 
     def add(self, request: AddRequest, tensors: Sequence[np.ndarray]) -> Entry:
         copies = [tensor.copy() for tensor in tensors]  # because the caller may change the arrays
-        now = time.monotonic()
-        entry = Entry(request, copies, list(request.output_token_ids), now - request.age_s, now, sent=request.resumed)
+        began = time.monotonic() - request.age_s
+        entry = Entry(request, copies, list(request.output_token_ids), began, sent=request.resumed)
         self.put(entry)
         return entry
 

@@ -70,7 +70,7 @@ def plain_equivalent(path: Path, form: str | None, folder: Path) -> Path:
 
 @pytest.mark.parametrize("form", fast_only(["awq", "bitsandbytes"], FORMS))
 def test_an_adapter_adds_what_it_adds_to_the_weights_that_the_integers_stand_for(form: str, tmp_path: Path) -> None:
-    adds_the_same(*checkpoint(form, tmp_path), EACH_LAYER, tmp_path)
+    adds_the_same(*checkpoint(form, tmp_path), EACH_LAYER, 0.5, tmp_path)
 
 
 @pytest.mark.parametrize("quantized_gate", [False, True])
@@ -79,11 +79,12 @@ def test_an_adapter_may_change_the_gate_of_a_shared_expert(quantized_gate: bool,
     but = [".gate.weight", *([] if quantized_gate else ["shared_expert_gate"])]
     path, _, values = make_quantized(tmp_path, bnb_of, BNB, "qwen3_next", but, **sizes)
     assert any("shared_expert_gate" in name for name in values) == quantized_gate
-    adds_the_same(path, None, ["shared_expert_gate"], tmp_path)
+    adds_the_same(path, None, ["shared_expert_gate"], 0.3, tmp_path)
 
 
-def adds_the_same(path: Path, option: str | None, target_modules: list[str], tmp_path: Path) -> None:
-    """Compare an adapter over quantized weights with the merged one over the plain weights that these stand for."""
+def adds_the_same(path: Path, option: str | None, target_modules: list[str], least: float, tmp_path: Path) -> None:
+    """Compare an adapter over quantized weights with the merged one over the plain weights that these stand for.
+    least: by how many standard deviations the adapter changes logits."""
     plain = plain_equivalent(path, option, tmp_path / "equivalent")
     adapter = make_lora(plain, tmp_path / "adapter", 1, r=8, lora_alpha=16, target_modules=target_modules)
     base: Any = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
@@ -105,7 +106,7 @@ def adds_the_same(path: Path, option: str | None, target_modules: list[str], tmp
     exact, unchanged = (logits_of(load(p, native, dtype="float32"), native) for p in (tmp_path / "merged", plain))
     assert error_of(got, exact) < 0.05, "inputs are rounded to 8 bits"
     assert error_of(without, unchanged) < 0.05
-    assert error_of(got, unchanged) > 0.3, "the adapter changes much"
+    assert error_of(got, unchanged) > least, "the adapter changes much"
     adapted.admit(1, 0, None)
     half = logits_of(model, cast(Backend, adapted))
     assert torch.equal(half, torch.where((half == without).all(1, keepdim=True), without, got)), "row by row"

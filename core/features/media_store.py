@@ -146,8 +146,8 @@ class MediaStore:
 
     def look(self) -> None:
         """End the waits that have lasted too long: `WAIT_S` in which no arrays came for requests of the same frontend.
-        None does while arrays wait for room, because media workers then wait, too. Then a request that has some of its
-        arrays must get others itself: it takes the room, and could get them at once."""
+        No time counts while arrays wait for room, because media workers then wait, too. It does count for a request
+        that has some of its arrays: others wait for the room that it takes, and its own arrays always get room."""
         self.take_puts()
         now = time.monotonic()
         waited, self._looked = min(now - self._looked, COUNTED_S), now

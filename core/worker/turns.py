@@ -28,9 +28,12 @@ class TurnThread:
             self._queued.release()
             if not self._started:
                 self._started = True
-                before = threading.stack_size(self._stack_bytes)  # also of others that start at this moment
-                threading.Thread(target=self._work, name=self._name, daemon=True).start()
-                threading.stack_size(before)
+                # The stack size is a setting of the process: threads that start at the same moment get it, too.
+                before = threading.stack_size(self._stack_bytes)
+                try:
+                    threading.Thread(target=self._work, name=self._name, daemon=True).start()
+                finally:
+                    threading.stack_size(before)
         return future
 
     def _work(self) -> None:

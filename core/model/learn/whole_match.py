@@ -35,7 +35,7 @@ from .verify import final_logits
 
 logger = logging.getLogger(__name__)
 
-MOST_ROUNDING = 1.0  # standard deviations that logits may differ by where much is rounded; wrong ones differ by more
+MOST_ROUNDING = 1.0  # most that logits may differ by from rounding, in standard deviations; wrong ones differ by more
 
 
 def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> None:
@@ -82,7 +82,7 @@ def make_whole(model: PagedModel, backend: Backend, bits: int | None = None) -> 
         return
     error = float(deviations(logits, before).median())
     limit = max(LOGITS_TOLERANCE[model.dtype], min(2 * model.rounding, MOST_ROUNDING))
-    if quantized:  # rounded weights may change logits by any amount, and the rounded inputs of a checkpoint's by some
+    if quantized:  # rounding weights at load may change logits by any amount; of a checkpoint, only inputs are rounded
         limit = MOST_ROUNDING if bits is None else float("inf")
     if not (bool(logits.isfinite().all()) and error <= limit):
         instead = "attention_backend='reference'" if bits is None else "a model without quantization"
