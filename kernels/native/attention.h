@@ -1,8 +1,8 @@
 // Paged attention for any mix of decode and prefill, on the plan of attention_plan.h.
 //
-// For each tile of 64 keys, each KV head, and all query rows that see them, six rows at a time (with AMX sixteen): scores =
-// rows x keys, weights = 2^(score - largest so far), sums = sums x 2^(old - new largest) + weights x values (the online
-// softmax of Milakov & Gimelshein 2018). A tile's keys are packed once for all its rows, its values where that pays
+// For each tile of 64 keys, each KV head, and all query rows that see them, a block of rows at a time: scores = rows x keys,
+// weights = 2^(score - largest so far), sums = sums x 2^(old - new largest) + weights x values (the online softmax of
+// Milakov & Gimelshein 2018). A tile's keys are packed once for all its rows, its values where that pays
 // (attention_tiles.h). Where neighbouring requests begin in the same blocks, the rows of all of them share a unit there.
 //
 // Clockwork: what happens to a row is a chain of operations on it alone, in the order of the tiles. A hidden key's weight
