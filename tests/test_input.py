@@ -225,7 +225,8 @@ def test_only_fields_that_the_core_needs_are_sent() -> None:
 
 def test_an_end_of_sequence_that_the_model_can_not_choose_is_left_out() -> None:
     model = RequestCheck(FACTS)  # some checkpoints name -1, or a token that only their tokenizer has
-    assert InputProcessor(None, model, [2, -1, FACTS.vocab_size]).process_inputs("r", [5], P).eos_token_ids == {2}
+    request = InputProcessor(None, model, [2, -1, FACTS.vocab_size]).process_inputs("r", [5], P)
+    assert core_messages(request, [1])[0].sampling.stop_token_ids == [2]
 
 
 def test_ignore_eos_leaves_only_the_users_stop_tokens() -> None:

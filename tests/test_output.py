@@ -194,14 +194,17 @@ def test_a_stop_token_is_the_stop_reason_and_shown_only_if_asked_for() -> None:
         assert output.outputs[0].token_ids[-1] == stop
 
 
-def test_an_end_of_sequence_token_that_the_user_names_is_the_stop_reason_unless_it_is_the_tokenizers() -> None:
+@pytest.mark.parametrize("include", [False, True])
+def test_an_end_of_sequence_token_is_the_stop_reason_unless_it_is_the_tokenizers(include: bool) -> None:
     other = ids("!")[0]
-    for named, last, expected in (([other], other, other), ([], other, None), ([other, EOS], EOS, None)):
+    for named, last, expected in (([], other, other), ([], EOS, None), ([other], other, other), ([EOS], EOS, None)):
         frontend = Frontend()
         frontend.input = InputProcessor(TOKENIZER, RequestCheck(FACTS), [EOS, other])
-        (handle,) = frontend.add(stop_token_ids=named)
-        (output,) = play(frontend, handle, [last], "stop")
-        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", expected)
+        (handle,) = frontend.add(stop_token_ids=named, include_stop_str_in_output=include, skip_special_tokens=False)
+        completion = play(frontend, handle, [*ids("yes"), last], "stop")[-1].outputs[0]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", expected)
+        assert completion.text == "yes" + TOKENIZER.decode([last]) * include
+        assert completion.token_ids[-1] == last
 
 
 @pytest.mark.parametrize("reason", ["abort", "stop"])  # "stop": the grammar allows no further token

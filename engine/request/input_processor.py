@@ -57,7 +57,7 @@ class EngineCoreRequest:
     prompt: str | None  # text, if known
     prompt_token_ids: list[int]  # zeros under embeddings
     params: SamplingParams  # a copy, with `max_tokens` and `seed` decided
-    eos_token_ids: frozenset[int]  # tokens that end this request and are no stop reason; empty with `ignore_eos`
+    eos_token_ids: frozenset[int]  # the tokenizer's token that ends this request and is no stop reason
     arrival_time: float
     priority: int = 0
     cache_salt: str = ""
@@ -196,14 +196,15 @@ class InputProcessor:
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         params.stream_interval = params.stream_interval or self._stream_interval
         params.seed = int.from_bytes(os.urandom(8), "big", signed=True) if params.seed is None else params.seed
-        # as in vLLM, a token that the user names is the stop reason, unless it is the tokenizer's EOS token
-        named = {token for token in params.stop_token_ids or () if token != self._own_eos}
+        # as in vLLM, a token that ends the request is its stop reason, unless it is the tokenizer's EOS token
+        ends = frozenset() if params.ignore_eos or pooling else self.eos_token_ids
+        params.stop_token_ids = sorted(ends.difference([self._own_eos]).union(params.stop_token_ids or ()))
         request = EngineCoreRequest(
             request_id=request_id,
             prompt=prompt_text if prompt_text is not None else parsed.text,
             prompt_token_ids=token_ids,
             params=params,
-            eos_token_ids=frozenset() if params.ignore_eos or pooling else self.eos_token_ids - named,
+            eos_token_ids=ends.intersection([self._own_eos]),
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             priority=priority,
             cache_salt=self.salt + (parsed.cache_salt or params.cache_salt or ""),

@@ -38,7 +38,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None  # for each token: itself and the likeliest ones
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop token or stop string; none for end of sequence; an error's text
+    stop_reason: int | str | None = None  # stop token or string; none for the tokenizer's EOS token; an error's text
     lora_request: Any = None
     error: MainspringError | None = None  # behind finish reason "error"
     # With `enable_return_routed_experts`, at the end: which experts computed each token of prompt and output but the
