@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -394,9 +395,15 @@ def test_a_python_tokenizer_is_used_where_there_is_no_rust_part(tmp_path: Path) 
     assert len(ours) == len(ours.hf)
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_other_threads_run_while_a_long_text_is_encoded(first: bool) -> None:
+@pytest.mark.parametrize("how", ["encode", "encode_first", "decode"])
+def test_other_threads_run_while_a_long_text_is_encoded_or_decoded(how: str) -> None:
     tokenizer, text = load_tokenizer(Path(MODEL_PATH)), "One two three. " * 50_000
+    whole = tokenizer.encode(text)
+    calls: dict[str, Callable[[], Any]] = {
+        "encode": lambda: tokenizer.encode(text) == whole,
+        "encode_first": lambda: tokenizer.encode_first(text, True, 3) == whole[:3],
+        "decode": lambda: tokenizer.decode(whole, skip_special_tokens=True) == text,
+    }
     turn, ran = threading.Lock(), list[bool]()
 
     def other() -> None:
@@ -411,9 +418,9 @@ def test_other_threads_run_while_a_long_text_is_encoded(first: bool) -> None:
     try:
         turn.release()
         assert not ran
-        ids = tokenizer.encode_first(text, True, 3) if first else tokenizer.encode(text)
+        is_right = calls[how]()
         assert ran
     finally:
         sys.setswitchinterval(before)
         thread.join()
-    assert tokenizer.encode_first(text[:100], True, 3) == ids[:3]
+    assert is_right

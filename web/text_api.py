@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -25,7 +25,7 @@ class TokenizeBody(ChatBody, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
-    tokens: list[int]
+    tokens: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
     model: str | None = None
 
 
@@ -64,8 +64,6 @@ class TextApi:
     async def detokenize(self, request: Request, body: DetokenizeBody) -> Answer:
         self._service.model(body.model)
         tokenizer = await self._tokenizer(request)
-        if not all(0 <= token < 2**31 for token in body.tokens):
-            raise HttpError(400, "tokens holds a number that is no token id", "tokens")
         return answer({"prompt": await made(request, lambda: tokenizer.decode(body.tokens))})
 
     async def _tokenizer(self, request: Request) -> Tokenizer:

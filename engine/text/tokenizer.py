@@ -36,7 +36,7 @@ _PADDED_LEFT = {"CodeLlama", "Cohere", "Gemma", "Llama", "Siglip2", "XLNet"}
 _CLEANED = {" .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'"} | {
     f" {end}": end for end in ("n't", "'m", "'s", "'ve", "'re")
 }
-# characters from which on a text is encoded as a batch, because only batches release the interpreter's lock
+# characters or tokens from which on a text is encoded or decoded as a batch: only that releases the interpreter's lock
 _LONG_TEXT = 10_000
 _RUST_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _SLOW_FILES = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -198,7 +198,10 @@ class Tokenizer:
     ) -> str:
         """Text of token ids. Bytes that are no UTF-8 become U+FFFD. Ids outside the vocabulary are ignored."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
-        text = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if len(ids) > _LONG_TEXT:
+            (text,) = self.backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         clean = clean_up_tokenization_spaces
         if (self.clean_up_tokenization_spaces if clean is None else clean) and (
             type(self.backend.model).__name__ != "BPE"  # transformers never does it there
