@@ -312,10 +312,10 @@ class Waiting:
         self.begun, self.left, self.size = asyncio.Event(), asyncio.Event(), 0
         with shared_file(1) as file:
             self.counters = Counters(file.fileno(), 1, 0)
-        router = Router()
-        router.add("POST", "/", self._wait)
+        self.router = Router()
+        self.router.add("POST", "/", self._wait)
         nobody = Tenant("everybody", 1.0, False, lambda _: pytest.fail("nobody connects"))
-        self.app = App(router, Tenants(nobody, {}), self.counters, most, 5.0)
+        self.app = App(self.router, Tenants(nobody, {}), self.counters, most, 5.0)
 
     async def _wait(self, request: Request, body: None) -> Answer:
         self.size = request.size
@@ -412,6 +412,32 @@ def test_who_has_left_is_told_of_at_once() -> None:
         return b"told"
 
     assert on_a_connection(app, talk) == b"told"
+
+
+def test_a_large_answer_ends_when_a_slow_client_has_taken_it(tmp_path: Path) -> None:
+    body, ended = bytes(range(256)) * (128 << 10), asyncio.Event()
+
+    async def handler(request: Request, body_: None) -> Answer:
+        return Answer(body)
+
+    waiting = Waiting()
+    waiting.router.add("GET", "/large", handler)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await waiting.app(scope, receive, send)
+        ended.set()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        for _ in range(100):
+            await asyncio.sleep(0)
+            assert not ended.is_set(), "the connection is closed while a client has most of its answer to read"
+        found = await reader.read()
+        await ended.wait()
+        return found
+
+    assert on_a_connection(app, talk, certificate(tmp_path)) == body
 
 
 TLS = pytest.param(True, marks=pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="only Linux has TCP_INFO"))

@@ -21,6 +21,7 @@ access_log = logging.getLogger("mainspring.access")
 logger = logging.getLogger(__name__)
 
 MIN_BODY_RATE = 1024.0  # bytes a second of a body, after the first `body_timeout` seconds
+ANSWER_PIECE_BYTES = 256 << 10  # of an answer: one that is sent at once is lost after 30 s if TLS is then closed
 
 
 def longest_body(model: ModelFacts) -> int:
@@ -181,8 +182,11 @@ class _Reply:
 
     async def whole(self, found: Answer) -> None:
         await self._start(found.status, [*found.headers, (b"content-length", b"%d" % len(found.body))])
-        self.ended = True
-        await self._send({"type": "http.response.body", "body": found.body})
+        self.ended, at = True, 0
+        while at + ANSWER_PIECE_BYTES < len(found.body):
+            await self.more(found.body[at : at + ANSWER_PIECE_BYTES])  # waits for a slow client
+            at += ANSWER_PIECE_BYTES
+        await self._send({"type": "http.response.body", "body": found.body[at:]})
 
     async def first(self, one: bytes) -> None:
         await self._start(200, [EVENTS, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
