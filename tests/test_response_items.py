@@ -178,6 +178,16 @@ def test_templates_get_arguments_as_objects() -> None:
     assert calls('{"a": "\\ud800"}') == '{"a": "\\ud800"}'  # no text can have half a surrogate pair
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_templates_get_reasoning_under_each_of_its_names(name: str) -> None:
+    (found,) = template_messages([{"role": "assistant", "content": None, name: "So."}])
+    assert (found["reasoning"], found["reasoning_content"], found["thinking"]) == ("So.", "So.", "So.")
+    (found,) = template_messages([{"role": "assistant", "content": "Yes.", name: "So."}])
+    assert (found["reasoning"], found["reasoning_content"], "thinking" in found) == ("So.", "So.", False)
+    for plain in ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes.", name: None}):
+        assert template_messages([plain]) == [plain]
+
+
 def stored(size: int, tenant: str = "one") -> Stored:
     return Stored(tenant, {"text": "x" * size}, [{"role": "user"}], [])
 

@@ -91,15 +91,20 @@ def render_chat(
 
 
 def template_messages(messages: Any) -> Any:
-    """Messages as chat templates expect them: arguments of calls as objects, which OpenAI's API has as texts."""
+    """Messages as chat templates expect them: arguments of calls as objects, which OpenAI's API has as texts, and the
+    reasoning under each of its names."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         return messages  # who renders them will say what is wrong
-    return [
-        {**message, "tool_calls": _calls(message["tool_calls"])}
-        if isinstance(message, Mapping) and message.get("tool_calls")
-        else message
-        for message in messages
-    ]
+    return [{**message, **_named_anew(message)} if isinstance(message, Mapping) else message for message in messages]
+
+
+def _named_anew(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = {"tool_calls": _calls(calls)} if (calls := message.get("tool_calls")) else {}
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        found |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if not message.get("content"):  # the template of gpt-oss, which calls it so, refuses both together
+            found["thinking"] = reasoning
+    return found
 
 
 def _calls(calls: Any) -> Any:
