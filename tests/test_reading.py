@@ -73,6 +73,18 @@ def test_reasoning_may_be_kept_back() -> None:
     assert reading(continue_final_message=True).reader is None
 
 
+def test_a_model_that_may_call_once_is_heard_once() -> None:
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    for parallel, calls in ((True, [0, 1]), (None, [0, 1]), (False, [0])):
+        found = reading(tools=LOOSE, parallel_tool_calls=parallel)
+        assert found.reader is not None
+        reader = found.reader()
+        pieces = [*reader.read(f"So.\n{call}\n{call}\nDone.", [1]), *reader.end()]
+        assert "".join(piece.text for piece in pieces if piece.kind == "content") == "So.\nDone."
+        assert [piece.call for piece in pieces if piece.id] == calls
+        assert sorted({piece.call for piece in pieces if piece.kind == "tool"}) == calls
+
+
 def test_special_tokens_are_shown_where_they_are_marks() -> None:
     assert not reading(tools=LOOSE).show_special
     assert reading(engine(special=("<tool_call>",)), tools=LOOSE).show_special

@@ -115,20 +115,27 @@ class Readings:
         make: Callable[[], MessageReader] = partial(ResponseReader, tools, reasoning, choice.schemas, end)
         if shipped is not None:
             make, show = partial(TemplateReader, shipped, body.tools or (), prompt or ""), True
-        return Reading(made, show, make if body.include_reasoning is not False else lambda: _WithoutReasoning(make()))
+        hides = body.include_reasoning is False
+        if not (hides or choice.one):
+            return Reading(made, show, make)
+
+        def shown(piece: Piece) -> bool:
+            return not (hides and piece.kind == "reasoning") and not (choice.one and piece.call > 0)
+
+        return Reading(made, show, lambda: _Filtered(make(), shown))
 
 
-class _WithoutReasoning:
-    """A reader that keeps the reasoning to itself."""
+class _Filtered:
+    """A reader that keeps some pieces to itself."""
 
-    def __init__(self, reader: MessageReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: MessageReader, shown: Callable[[Piece], bool]) -> None:
+        self._reader, self._shown = reader, shown
 
     def read(self, text: str, token_ids: Sequence[int]) -> list[Piece]:
-        return [piece for piece in self._reader.read(text, token_ids) if piece.kind != "reasoning"]
+        return [piece for piece in self._reader.read(text, token_ids) if self._shown(piece)]
 
     def end(self) -> list[Piece]:
-        return [piece for piece in self._reader.end() if piece.kind != "reasoning"]
+        return [piece for piece in self._reader.end() if self._shown(piece)]
 
     @property
     def has_calls(self) -> bool:
