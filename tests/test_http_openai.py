@@ -127,6 +127,7 @@ def test_log_probabilities_of_a_chat(server: HttpServer) -> None:
         asked = chat(server, logprobs=True, max_tokens=1, stream=stream, extra_body={"allowed_token_ids": [part]})
         choices = [choice for one in (asked if stream else [asked]) for choice in one.choices if choice.logprobs]
         assert [one.bytes for choice in choices for one in choice.logprobs.content] == [[0xE2]]
+    assert chat(server, top_logprobs=0).choices[0].logprobs is None
     tokens = [
         one
         for chunk in chat(server, logprobs=True, top_logprobs=3, stream=True)

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..engine.async_llm_engine import AsyncLLMEngine
     from ..engine.request.request_stream import RequestStream
 
-MAX_TOP_LOGPROBS = 20
-
 
 class Conversation(msgspec.Struct):
     """A chat request that was sent, for the APIs that are made of one.
@@ -66,9 +64,8 @@ class ChatApi:
         engine = await request.tenant.engine()
         if body.functions:
             raise HttpError(400, "functions is the older form of tools, and not supported: give tools", "functions")
-        if body.top_logprobs is not None and not (body.logprobs and 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS):
-            why = f"top_logprobs must be in 0 to {MAX_TOP_LOGPROBS}, and needs logprobs"
-            raise HttpError(400, why, "top_logprobs")
+        if body.top_logprobs and not body.logprobs:
+            raise HttpError(400, "top_logprobs needs logprobs", "top_logprobs")
         if body.stream and body.prompt_logprobs is not None:
             raise HttpError(400, "prompt_logprobs of a chat can't be streamed", "prompt_logprobs")
         talk_id = new_id(prefix) if body.request_id is None else f"{prefix}-{body.request_id}"
