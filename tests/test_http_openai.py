@@ -166,6 +166,14 @@ def test_max_completion_tokens_and_parameters_of_vllm(server: HttpServer) -> Non
     assert again.choices[0].token_ids[0] != first
 
 
+def test_the_token_ids_of_a_stream_are_those_of_an_answer(server: HttpServer) -> None:
+    options: Any = {"max_tokens": 9, "extra_body": {"return_token_ids": True, "ignore_eos": True}}
+    whole, chunks = chat(server, **options), list(chat(server, stream=True, **options))
+    assert chunks[0].prompt_token_ids == whole.prompt_token_ids
+    ids = [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", None) or ()]
+    assert ids == whole.choices[0].token_ids
+
+
 def test_beam_search(server: HttpServer) -> None:
     for stream in (False, True):
         found = chat(server, STORY, temperature=None, n=2, stream=stream, extra_body={"use_beam_search": True})

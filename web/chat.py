@@ -178,7 +178,7 @@ async def _whole(request: Request, talk: Conversation) -> dict[str, Any]:
         "model": talk.model,
         "choices": choices,
         "usage": usage_of([last], generated, reasoned),
-        **({"prompt_token_ids": last.prompt_token_ids} if talk.body.return_token_ids else {}),
+        **_prompt_ids(talk.body, last),
         **({} if talk.body.prompt_logprobs is None else {"prompt_logprobs": last.prompt_logprobs}),
     }
 
@@ -189,6 +189,10 @@ def _details(body: ChatBody, one: CompletionOutput) -> dict[str, Any]:
     if body.return_token_ids:
         found["token_ids"] = one.token_ids
     return found
+
+
+def _prompt_ids(body: ChatBody, output: RequestOutput) -> dict[str, Any]:
+    return {"prompt_token_ids": output.prompt_token_ids} if body.return_token_ids else {}
 
 
 async def _events(request: Request, talk: Conversation) -> AsyncIterator[bytes]:
@@ -209,12 +213,13 @@ async def _events(request: Request, talk: Conversation) -> AsyncIterator[bytes]:
     own = [readers() for _ in range(body.num_choices)] if readers is not None else []
     starts = [open_head % index for index in range(body.num_choices)]
     begun = [False] * body.num_choices
-    generated, last = 0, None
+    generated, last = 0, cast("RequestOutput | None", None)
 
     def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": reason, **more}
         usage = {"usage": usage_of([last], generated)} if every and last is not None else pending
-        return event({**head, "choices": [choice], **usage})
+        beside = _prompt_ids(body, last) if "role" in delta and last is not None else {}
+        return event({**head, "choices": [choice], **usage, **beside})
 
     def pass_on(text: str, token_ids: list[int]) -> bool:
         nonlocal generated
