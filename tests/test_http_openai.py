@@ -84,6 +84,9 @@ def test_a_chat_completion(server: HttpServer) -> None:
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Paris", "stop")
     assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
     assert found.usage.completion_tokens == 4
+    # as vLLM's server has them: clients read them without asking whether they are there
+    assert (choice.stop_reason, choice.message.reasoning, choice.message.reasoning_content) == (None, None, None)
+    assert [*chat(server, stream=True)][-1].choices[0].stop_reason is None
 
 
 def test_a_stream_brings_the_same_text_in_pieces_and_its_usage_last(server: HttpServer) -> None:

@@ -159,6 +159,7 @@ async def _whole(request: Request, talk: Conversation) -> dict[str, Any]:
         assert one.finish_reason is not None
         reason = finish_reason(one.finish_reason)
         message: dict[str, Any] = {"role": "assistant", "content": one.text, "refusal": None}
+        message |= {"reasoning": None, "reasoning_content": None}
         if talk.readers is not None:
             reader = talk.readers()
             message |= read_whole(reader, one.text, one.token_ids)
@@ -185,7 +186,7 @@ async def _whole(request: Request, talk: Conversation) -> dict[str, Any]:
 
 def _details(body: ChatBody, one: CompletionOutput) -> dict[str, Any]:
     """Fields of a choice that OpenAI's API does not have."""
-    found: dict[str, Any] = {} if one.stop_reason is None else {"stop_reason": one.stop_reason}
+    found: dict[str, Any] = {"stop_reason": one.stop_reason}
     if body.return_token_ids:
         found["token_ids"] = one.token_ids
     return found
@@ -258,8 +259,7 @@ async def _events(request: Request, talk: Conversation) -> AsyncIterator[bytes]:
                     reason = finish_reason(one.finish_reason)
                     if own and reason == "stop" and own[index].has_calls:
                         reason = "tool_calls"
-                    stopped = {} if one.stop_reason is None else {"stop_reason": one.stop_reason}
-                    yield chunk(index, {}, reason, **stopped)
+                    yield chunk(index, {}, reason, stop_reason=one.stop_reason)
         if pending and last is not None:
             reasoned = sum(one.num_reasoning_tokens for one in own)
             yield event({**head, "choices": [], "usage": usage_of([last], generated, reasoned)})

@@ -67,8 +67,7 @@ class _Sent:
             logprobs = completion_logprobs(token_ids, entries, body.logprobs or 0, offset, begin)
         self._offsets[index] = offset + len(text)
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        if one.stop_reason is not None:
-            choice["stop_reason"] = one.stop_reason
+        choice["stop_reason"] = one.stop_reason
         if body.prompt_logprobs is not None and first:
             choice["prompt_logprobs"] = self._told.get(number)
         if body.return_token_ids:
