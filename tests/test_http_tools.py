@@ -125,10 +125,25 @@ def test_a_model_of_random_weights_calls_when_it_must(client: openai.OpenAI, cho
             assert not found.message.content
             continue
         (call,) = found.message.tool_calls
-        assert (call.function.name, found.finish_reason) == ("weather", "tool_calls")
+        reason = "tool_calls" if choice == "required" else "stop"
+        assert (call.function.name, found.finish_reason) == ("weather", reason)
         valid(call.function.arguments)
         calls += 1
     assert calls
+
+
+def test_the_finish_reason_of_a_call_that_is_named_is_stop_in_a_stream_too(client: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    for seed in range(16):
+        choices = [
+            chunk.choices[0]
+            for chunk in chat(client, tools=TOOLS, tool_choice=named, seed=seed, temperature=1.5, stream=True)
+        ]
+        if choices[-1].finish_reason != "length":  # it thinks without an end
+            assert any(one.delta.tool_calls for one in choices)
+            assert choices[-1].finish_reason == "stop"
+            return
+    raise AssertionError("16 answers end in thoughts")
 
 
 def test_marks_that_are_special_tokens_come_as_these_tokens() -> None:

@@ -156,15 +156,13 @@ async def _whole(request: Request, talk: Conversation) -> dict[str, Any]:
     assert last is not None
     choices, generated, reasoned = [], 0, 0.0
     for one in last.outputs:
-        assert one.finish_reason is not None
-        reason = finish_reason(one.finish_reason)
         message: dict[str, Any] = {"role": "assistant", "content": one.text, "refusal": None}
         message |= {"reasoning": None, "reasoning_content": None}
-        if talk.readers is not None:
-            reader = talk.readers()
+        reader = None if talk.readers is None else talk.readers()
+        if reader is not None:
             message |= read_whole(reader, one.text, one.token_ids)
             reasoned += reader.num_reasoning_tokens
-            reason = "tool_calls" if reason == "stop" and reader.has_calls else reason
+        reason = _reason(talk.body, one, reader)
         choice = {"index": one.index, "message": message, "logprobs": None, "finish_reason": reason}
         choice |= _details(talk.body, one)
         if one.logprobs is not None:
@@ -194,6 +192,16 @@ def _details(body: ChatBody, one: CompletionOutput) -> dict[str, Any]:
 
 def _prompt_ids(body: ChatBody, output: RequestOutput) -> dict[str, Any]:
     return {"prompt_token_ids": output.prompt_token_ids} if body.return_token_ids else {}
+
+
+def _reason(body: ChatBody, one: CompletionOutput, reader: MessageReader | None) -> str:
+    """The finish reason of a choice. As in OpenAI's API, a call of the function that `tool_choice` names is no reason
+    of its own."""
+    assert one.finish_reason is not None
+    reason, asked = finish_reason(one.finish_reason), body.tool_choice
+    if reason != "stop" or reader is None or not reader.has_calls:
+        return reason
+    return "stop" if isinstance(asked, dict) and asked.get("type") == "function" else "tool_calls"
 
 
 async def _events(request: Request, talk: Conversation) -> AsyncIterator[bytes]:
@@ -256,9 +264,7 @@ async def _events(request: Request, talk: Conversation) -> AsyncIterator[bytes]:
                     for delta, more in _deltas(talk, one, own):
                         yield chunk(index, delta, **more)
                 if one.finish_reason is not None:
-                    reason = finish_reason(one.finish_reason)
-                    if own and reason == "stop" and own[index].has_calls:
-                        reason = "tool_calls"
+                    reason = _reason(body, one, own[index] if own else None)
                     yield chunk(index, {}, reason, stop_reason=one.stop_reason)
         if pending and last is not None:
             reasoned = sum(one.num_reasoning_tokens for one in own)
