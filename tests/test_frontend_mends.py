@@ -463,6 +463,14 @@ def test_templates_get_the_arguments_of_tool_calls_as_objects(llm: LLM) -> None:
     assert made["prompt"] == '{"city": "Oslo"}'
 
 
+def test_templates_do_not_get_an_empty_list_of_tool_calls(llm: LLM) -> None:
+    template = "{{ messages[0].content }}{% if 'tool_calls' in messages[0] %}{{ raise_exception('calls') }}{% endif %}"
+    for calls in ([], None):
+        conversation: Any = [{"role": "assistant", "content": "Yes.", "tool_calls": calls}]
+        (made,) = llm.preprocess_chat(conversation, chat_template=template)
+        assert made["prompt"] == "Yes."
+
+
 @pytest.mark.parametrize("messages", [5, [{"role": "user", "content": HALF}], "hello"])
 def test_a_conversation_is_text(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidRequestError):

@@ -95,11 +95,13 @@ def template_messages(messages: Any) -> Any:
     reasoning under each of its names."""
     if isinstance(messages, str) or not isinstance(messages, Sequence):
         return messages  # who renders them will say what is wrong
-    return [{**message, **_named_anew(message)} if isinstance(message, Mapping) else message for message in messages]
+    return [{**message, **_rewritten(message)} if isinstance(message, Mapping) else message for message in messages]
 
 
-def _named_anew(message: Message) -> dict[str, Any]:
-    found: dict[str, Any] = {"tool_calls": _calls(calls)} if (calls := message.get("tool_calls")) else {}
+def _rewritten(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if "tool_calls" in message:  # templates ask whether it is there, so an empty list is as bad as a None
+        found["tool_calls"] = _calls(calls) if (calls := message["tool_calls"]) else None
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
         found |= {"reasoning_content": reasoning, "reasoning": reasoning}
         if not message.get("content"):  # the template of gpt-oss, which calls it so, refuses both together
@@ -113,9 +115,9 @@ def _calls(calls: Any) -> Any:
     found = []
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+        if isinstance(function, dict) and isinstance(text := function.get("arguments") or "{}", str):
             with contextlib.suppress(msgspec.DecodeError, RecursionError):  # a model wrote it; it is shown as it is
-                call = {**call, "function": {**function, "arguments": msgspec.json.decode(text or "{}")}}
+                call = {**call, "function": {**function, "arguments": msgspec.json.decode(text)}}
         found.append(call)
     return found
 
