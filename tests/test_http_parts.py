@@ -40,6 +40,7 @@ from mainspring.web.openapi import document
 from mainspring.web.pooling import MAX_INPUTS, PoolingApi, RerankBody
 from mainspring.web.reader import Piece, delta_of, read_whole
 from mainspring.web.router import Router
+from mainspring.web.served_adapters import ServedAdapters, adapters_file
 from mainspring.web.service import LARGE_BODY, Service, made, together
 from mainspring.web.tenants import THREADS, Tenant, Tenants, digest, load_api_keys
 from test_async_llm_engine import ScriptedClient
@@ -595,6 +596,19 @@ class Engine:
 def params(**fields: Any) -> Any:
     body = msgspec.convert({"messages": [], **fields}, ChatBody)
     return sampling_params(Engine(), body, max_tokens=body.max_tokens)  # type: ignore[arg-type]
+
+
+def test_adapters_are_listed_as_text_or_json() -> None:
+    listed = ["mine=/a=b", '{"name": "other", "path": "/c", "base_model_name": "spring"}']
+    with adapters_file(listed) as file:
+        found = ServedAdapters(file.fileno()).all().values()
+        assert [(one.lora_name, one.lora_int_id, one.lora_path) for one in found] == [
+            ("mine", 1, "/a=b"),
+            ("other", 2, "/c"),
+        ]
+    for wrong in ("mine", "{", '{"name": "x"}'):
+        with pytest.raises(InvalidArgumentError, match="lora"):
+            adapters_file([wrong])
 
 
 def test_parameters_come_from_the_body_else_from_the_generation_config() -> None:

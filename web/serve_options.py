@@ -34,9 +34,9 @@ class ServeOptions(Section, frozen=True, kw_only=True):
     tls_cert: Annotated[str | None, "File of the certificates, for https."] = None
     tls_key: Annotated[str | None, "File of the certificate's secret key."] = None
     cors_origins: Annotated[list[str] | None, "Web pages of these origins may ask; none: no others than ours."] = None
-    lora_modules: Annotated[list[str] | None, "LoRA adapters, each NAME=FOLDER; requests name one as their model."] = (
-        None
-    )
+    lora_modules: Annotated[
+        list[str] | None, "LoRA adapters, each NAME=FOLDER, or JSON as in vLLM; requests name one as their model."
+    ] = None
     tool_parser: Annotated[str, "Form of the model's tool calls, or none; auto: as its chat template shows."] = "auto"
     reasoning_parser: Annotated[str, "Form of the model's reasoning, or none; auto: as its template shows."] = "auto"
     trust_request_chat_template: Annotated[

@@ -12,7 +12,15 @@ from typing import Any
 import msgspec
 
 from ..ipc.adapters import LoRARequest
+from ..ipc.errors import InvalidArgumentError, shown
 from .failures import HttpError
+
+
+class _Listed(msgspec.Struct):
+    """An adapter in an option. vLLM's option also takes it as JSON, with these names."""
+
+    name: str
+    path: str
 
 
 class _Kept(msgspec.Struct):
@@ -21,16 +29,19 @@ class _Kept(msgspec.Struct):
 
 
 def adapters_file(listed: Sequence[str]) -> Any:
-    """A file without a name, for the adapters of a server. listed: those that it begins with, as NAME=FOLDER.
+    """A file without a name, for the adapters of a server. listed: those that it begins with, as NAME=FOLDER or JSON.
 
     Raises:
-        InvalidArgumentError: one is not of that form.
+        InvalidArgumentError: one is of neither form.
     """
     file = tempfile.TemporaryFile()  # noqa: SIM115  # its descriptor goes to the workers
     made = ServedAdapters(file.fileno())
     for text in listed:
-        name, _, folder = text.partition("=")
-        made.add(made.next(name, folder))
+        try:
+            one = msgspec.json.decode(text, type=_Listed) if text[:1] == "{" else _Listed(*text.partition("=")[::2])
+        except msgspec.DecodeError as error:
+            raise InvalidArgumentError(f"lora_modules has {shown(text)}, which is no adapter: {error}") from None
+        made.add(made.next(one.name, one.path))
     return file
 
 
