@@ -620,6 +620,13 @@ def test_parameters_come_from_the_body_else_from_the_generation_config() -> None
     assert params(stream=True).output_kind != params().output_kind
 
 
+def test_options_of_a_stream_may_be_null() -> None:
+    given = b'{"messages": [], "stream_options": {"include_usage": true, "continuous_usage_stats": null}}'
+    options = msgspec.json.decode(given, type=ChatBody).stream_options
+    assert options is not None
+    assert (options.include_usage, options.continuous_usage_stats) == (True, None)
+
+
 def test_parameters_of_equal_requests_are_equal_and_not_shared() -> None:
     checked = bodies._checked
     checked.cache_clear()

@@ -30,8 +30,8 @@ _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "cho
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
 
 
 class GenerateBody(msgspec.Struct, kw_only=True):
