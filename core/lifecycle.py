@@ -67,14 +67,12 @@ class Lifecycle:
         self._pausing: list[tuple[Future[None], bool]] = []  # unanswered pauses; whether each clears the cache
         self._falling: list[Future[None]] = []  # unanswered calls of `sleep`
         self._update: _Update | None = None
-        self._lost: str | None = None  # version of the weights that users must send again
         self._fingerprint = hashlib.blake2b(digest_size=16)
 
     def restore(self, state: DesiredState) -> None:
         """Take over the state of the previous core. Weights that users had sent to it are lost."""
         if state.weights_version is not None:
-            self._lost = state.weights_version
-            self.model = msgspec.structs.replace(self.model, fingerprint=state.fingerprint)
+            self.model = msgspec.structs.replace(self.model, fingerprint=state.fingerprint, weights_lost=True)
         self.state = msgspec.structs.replace(state, num_cores=None)  # has been done
         self._scheduler.sleep_level = state.sleep_level
         if state.sleep_level:
@@ -84,9 +82,10 @@ class Lifecycle:
 
     def check(self) -> None:
         """Raises `WeightsLostError` if the weights that users have sent are lost or incomplete."""
-        if self._lost is not None:
+        if self.model.weights_lost:
+            version = self.state.weights_version
             raise WeightsLostError(
-                f"the weights of version {self._lost!r}, which update_weights had brought, are lost: send them again"
+                f"the weights of version {version!r}, which update_weights had brought, are lost: send them again"
             )
 
     # ------------------------------------------------------------------ pause
@@ -210,7 +209,7 @@ class Lifecycle:
     def _lose_sent(self) -> None:
         """Note that the weights sent by users are lost, if there were any: the worker reads the checkpoint again."""
         if self.state.weights_version is not None:
-            self._lost = self.state.weights_version
+            self._tell_model(weights_lost=True)
             try:
                 self.check()
             except WeightsLostError as error:
@@ -316,12 +315,12 @@ class Lifecycle:
 
     def _serve_new(self, version: str | None) -> None:
         """The weights are complete: serve them under this name."""
-        version, self._lost = version or self.state.weights_label, None
+        version = version or self.state.weights_label
         self._forget_computed()
         self._fingerprint.update(f"{self.model.fingerprint} {version}".encode())
-        self.model = msgspec.structs.replace(self.model, fingerprint=self._fingerprint.hexdigest())
-        self._set(weights_version=version, weights_label=version, fingerprint=self.model.fingerprint)
-        self._on_model(self.model)
+        fingerprint = self._fingerprint.hexdigest()
+        self._set(weights_version=version, weights_label=version, fingerprint=fingerprint)
+        self._tell_model(fingerprint=fingerprint, weights_lost=False)
 
     def _forget_computed(self) -> None:
         self._scheduler.reset_prefix_cache(True)
@@ -331,7 +330,7 @@ class Lifecycle:
         assert self._update is not None
         version, self._update = self._update.version, None
         logger.error("the update of weights to version %r is incomplete (%s): requests are refused", version, why)
-        self._lost = version
+        self._tell_model(weights_lost=True)
         self._scheduler.fail_all(WeightsLostError(f"the update of weights to version {version!r} is incomplete: {why}"))
         self._set(weights_version=version, fingerprint=self.model.fingerprint)
 
@@ -348,6 +347,10 @@ class Lifecycle:
         if mode == "abort":
             self._scheduler.abort_all()
         return "wait" if mode == "wait" else "keep"
+
+    def _tell_model(self, **changes: object) -> None:
+        self.model = msgspec.structs.replace(self.model, **changes)
+        self._on_model(self.model)
 
     def _set(self, **changes: object) -> None:
         self.state = msgspec.structs.replace(self.state, **changes)

@@ -153,7 +153,8 @@ class Cores:
             return self._all[rank]
         usable = {number: one for number, one in self._all.items() if number not in self._leaving and not one.error}
         serving = {number: one for number, one in usable.items() if one.ready_at is not None}
-        among = serving or usable or self._all
+        able = {number: one for number, one in serving.items() if not one.model.weights_lost}
+        among = able or serving or usable or self._all
         cost = len(request.prompt_token_ids) + request.sampling.max_tokens
         return among[choose(prefix_of(request), cost, {number: one.load for number, one in among.items()})]
 

@@ -100,6 +100,7 @@ class ModelFacts(msgspec.Struct, array_like=True, frozen=True):
     tasks: list[str] = []  # tasks of a pooling model; empty: the model generates
     media: list[str] = []  # what a prompt may have beside text: "image", "video", "audio"; or "text", for an encoder
     encoder_input: bool = False  # each prompt has one item, which an encoder reads and which has no tokens in it
+    weights_lost: bool = False  # the core refuses requests until users send their weights again
 
     @property
     def lone_media(self) -> bool:

@@ -107,9 +107,9 @@ class ScriptedCore(StandInCore):
 
     def add_request(self, frontend: int, request: AddRequest, tensors: Sequence[Any] = (), *more: Any) -> None:
         reason = self._quarantined.get(self._key(frontend, request.handle))
-        if reason is not None:
-            ended = Finished(request.handle, "error", error="RequestFailedError", error_text=reason)
-            self._notices.append((frontend, ended))
+        if reason is not None or self.model.weights_lost:
+            error = "WeightsLostError" if reason is None else "RequestFailedError"
+            self._notices.append((frontend, Finished(request.handle, "error", error=error, error_text=reason or "")))
         elif not self._draining:
             if (released := self._moved.hold(request.moved_from)) is None:
                 super().add_request(frontend, request, tensors)
@@ -130,6 +130,7 @@ class ScriptedCore(StandInCore):
     def restore(self, state: DesiredState) -> None:
         if state.paused:
             self.paused.set()
+        self.model = msgspec.structs.replace(self.model, weights_lost=state.weights_version is not None)
 
     def call(self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Iterable[Any] = ()) -> msgspec.Raw:
         if method == "die_in_step":
@@ -142,6 +143,10 @@ class ScriptedCore(StandInCore):
         elif method == "resume_generation":
             self.paused.clear()
             self.on_state(DesiredState(False))
+        elif method == "update_weights":
+            self.model = msgspec.structs.replace(self.model, weights_lost=False)
+            self.on_state(DesiredState(weights_version="sent"))
+            self.on_model(self.model)
         elif method == "scale":
             self.on_state(DesiredState(num_cores=decode_value(args)[0]))
         elif method == "suspects":

@@ -633,6 +633,31 @@ def test_a_call_goes_to_every_core_and_its_results_are_joined(start: Callable[..
     assert one.client.call("echo", 1, timeout=GUARD) == [1] * 3, "also of the core that starts again"
 
 
+def test_requests_go_to_cores_that_have_the_weights_that_users_sent(start: Callable[..., Group]) -> None:
+    one = start(2)
+
+    def restart(number: int) -> None:
+        before = one.cores._all[number]._ready
+        one.kill(number)
+        one.read(lambda: one.answers(number) and one.cores._all[number]._ready is not before)
+
+    one.client.call("update_weights")
+    restart(1)
+    one.add(*range(12), max_tokens=20)
+    assert one.shares()[1] == 0, "it lacks the weights"
+    one.finish()
+    assert {finished.reason for finished in one.ended.values()} == {"length"}
+    restart(0)
+    one.add(12)
+    one.finish()
+    assert one.ended[12].error == "WeightsLostError", "no core has them"
+    one.client.call("update_weights")
+    one.add(*range(13, 25), max_tokens=20)
+    assert min(one.shares().values()) > 0
+    one.finish()
+    assert {one.ended[handle].reason for handle in range(13, 25)} == {"length"}
+
+
 def test_a_rank_chooses_the_core(start: Callable[..., Group]) -> None:
     one = start(2)
     for handle in range(6):

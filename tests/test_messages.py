@@ -63,7 +63,7 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
         Ready(
             INSTANCE,
             3,
-            ModelFacts(512, 64, 2048, "bfloat16", [1, 2], "f00d", "beef", ["embed"], ["image"], True),
+            ModelFacts(512, 64, 2048, "bfloat16", [1, 2], "f00d", "beef", ["embed"], ["image"], True, True),
             b"{}",
             ["admin"],
             1 << 20,
@@ -71,8 +71,8 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
             [CorePlace(0, "a"), CorePlace(1, "a.1")],
             ["a.media"],
         ),
-        "99c4080001020304050607039acd020040cd0800a862666c6f61743136920102a466303064a46265656691a5656d626564"
-        "91a5696d616765c3c4027b7d91a561646d696ece0010000001929200a1619201a3612e3191a7612e6d65646961",
+        "99c4080001020304050607039bcd020040cd0800a862666c6f61743136920102a466303064a46265656691a5656d626564"
+        "91a5696d616765c3c3c4027b7d91a561646d696ece0010000001929200a1619201a3612e3191a7612e6d65646961",
     ),
     3: (Refused("ProtocolError", "no"), "92ad50726f746f636f6c4572726f72a26e6f"),
     4: (
@@ -179,7 +179,8 @@ GOLDEN: dict[int, tuple[msgspec.Struct, str]] = {
 
 NO_MEDIA: dict[str, Any] = {"media": []}
 NOT_MOVED: dict[str, Any] = {"moved_from": []} | NO_MEDIA
-WITHOUT_ENCODER = msgspec.structs.replace(GOLDEN[2][0].model, encoder_input=False)  # type: ignore[attr-defined]
+WITHOUT_LOSS = msgspec.structs.replace(GOLDEN[2][0].model, weights_lost=False)  # type: ignore[attr-defined]
+WITHOUT_ENCODER = msgspec.structs.replace(WITHOUT_LOSS, encoder_input=False)
 TEXT_ONLY = msgspec.structs.replace(WITHOUT_ENCODER, media=[])
 NOT_PATIENT: dict[str, Any] = {"patient": False} | NOT_MOVED
 ALONE: dict[str, Any] = {"number": 0, "cores": [], "media": []}
@@ -219,6 +220,12 @@ EARLIER: list[tuple[int, str, dict[str, Any]]] = [
         "99c40800010203040506070399cd020040cd0800a862666c6f61743136920102a466303064a46265656691a5656d626564"
         "91a5696d616765c4027b7d91a561646d696ece0010000001929200a1619201a3612e3191a7612e6d65646961",
         {"model": WITHOUT_ENCODER},
+    ),
+    (
+        2,
+        "99c4080001020304050607039acd020040cd0800a862666c6f61743136920102a466303064a46265656691a5656d626564"
+        "91a5696d616765c3c4027b7d91a561646d696ece0010000001929200a1619201a3612e3191a7612e6d65646961",
+        {"model": WITHOUT_LOSS},
     ),
     (
         4,

@@ -385,6 +385,21 @@ def test_an_update_of_weights_that_breaks_off_for_any_reason_is_over(monkeypatch
     assert finished.error == "WeightsLostError"
 
 
+def test_frontends_are_told_whether_the_core_has_the_weights_of_users() -> None:
+    core, other, told = make_core(), make_core(), list[bool]()
+    core.on_model = lambda model: told.append(model.weights_lost)
+    core.connect(0)
+    core.lifecycle.update_weights(0, "new", 0, [], last=False)
+    with pytest.raises(InvalidRequestError, match="out of order"):
+        core.lifecycle.update_weights(0, "new", 2, [], last=True)
+    core.lifecycle.update_weights(0, "new", 0, [], last=True)
+    call(core, "sleep", 2)
+    call(core, "wake_up")
+    assert told == [True, False, True]
+    other.restore(core.lifecycle.state)
+    assert other.model.weights_lost
+
+
 def test_state_set_by_users_is_reported_and_restored() -> None:
     told: list[DesiredState] = []
     core = make_core()
