@@ -253,13 +253,17 @@ def test_streams_that_do_not_end_in_time_are_told(folder: Path) -> None:
     assert server.process.wait(PATIENCE_S) == 0, server.log
 
 
-def test_workers_end_with_the_process_that_started_them(folder: Path, calm: Daemon) -> None:
-    server = HttpServer(folder, "--workers", "2", "--connect", calm.address).wait_ready()
+def test_workers_end_with_the_process_that_started_them_and_leave_no_folder(folder: Path, calm: Daemon) -> None:
+    base = folder / "run"
+    base.mkdir(mode=0o700)
+    server = HttpServer(folder, "--workers", "2", "--connect", calm.address, XDG_RUNTIME_DIR=str(base)).wait_ready()
     workers = workers_of(server)
     assert len(workers) == 2
+    assert len(list(base.iterdir())) == 1
     server.end()
     _, alive = psutil.wait_procs(workers, PATIENCE_S)
     assert not alive
+    assert not list(base.iterdir())
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -20,6 +20,7 @@ import uvicorn
 
 from ..engine.async_llm_engine import AsyncLLMEngine
 from ..ipc import logs
+from ..ipc.transport import readable, remove_runtime_dir
 from ..serve.scale import admin_of
 from .admin_api import AdminApi, LoadAdapterBody, UnloadAdapterBody
 from .app import App, longest_body
@@ -298,7 +299,11 @@ def main() -> None:
     """The process of a worker: it gets its `Order` as its argument, and a pipe of its parent as standard input."""
     order = msgspec.json.decode(sys.argv[1].encode(), type=Order)
     set_up_logs(order.options, f"serve-{order.row}")
-    run(order, lambda: (os.write(order.ready, b"1"), None)[1], 0)
+    try:
+        run(order, lambda: (os.write(order.ready, b"1"), None)[1], 0)
+    finally:
+        if readable([0], 0):  # the process that made the folder has ended
+            remove_runtime_dir(order.folder)
 
 
 if __name__ == "__main__":
