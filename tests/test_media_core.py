@@ -44,9 +44,9 @@ def offer(core: EngineCore, *seeds: int) -> list[int]:
     return [int.from_bytes(digest, "little") for digest in lacking]
 
 
-def put(core: EngineCore, seed: int, size: int = 1) -> Any:
-    values = np.full(size, seed, np.float32)
-    return core.call("put_media", encode_value([seed.to_bytes(16, "little"), "image", ["pixel_values"]]), 0, [values])
+def put(core: EngineCore, seed: int, size: int = 1, frontend: int = 0) -> Any:
+    args, values = [seed.to_bytes(16, "little"), "image", ["pixel_values"]], np.full(size, seed, np.float32)
+    return core.call("put_media", encode_value(args), frontend, [values])
 
 
 def tokens_of(ended: dict[Key, Any], handle: int, sent: AddRequest) -> bool:
@@ -149,6 +149,22 @@ def test_a_media_worker_that_leaves_takes_what_waits_with_it(monkeypatch: pytest
     assert waits.cancelled()
     core.connect(1)
     assert offer(core, 1, 2) == [2]
+
+
+def test_an_item_that_two_media_workers_bring_comes_though_one_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_store, "ARRAY_BYTES", 100)
+    core, sent = core_with_media(), request(0, 2, max_tokens=2)
+    core.connect(1)
+    put(core, 1, 20)
+    put(core, 2, 20, frontend=1)
+    core.add_request(0, sent)
+    assert offer(core, 2) == [2], "it has no room so far"
+    waits = put(core, 2, 20)
+    core.disconnect(1)
+    assert not waits.done()
+    core.add_request(0, request(1, 1, max_tokens=2))
+    assert tokens_of(run_core(core), 0, sent)
+    assert waits.result() is None
 
 
 def test_a_request_waits_while_other_items_of_its_frontend_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,11 +73,12 @@ class StoredItem:
 
 
 class _Put(NamedTuple):
-    """Arrays that have come, and wait for room."""
+    """Arrays that have come, and wait for room. Several workers may bring the same, because each may die meanwhile."""
 
     item: StoredItem
     names: list[str]
     arrays: Sequence[np.ndarray]
+    num_bytes: int
     done: Future[None]
 
 
@@ -139,9 +140,8 @@ class MediaStore:
             self._items.pop((item.digest, item.modality), None)
 
     def drop_arrays(self, item: StoredItem) -> None:
-        if item.arrays is not None:  # not those that wait for room
-            self._array_bytes -= item.array_bytes
-            item.arrays, item.array_bytes = None, 0
+        self._array_bytes -= item.array_bytes
+        item.arrays, item.array_bytes = None, 0
         self.clean(item)
 
     def look(self) -> None:
@@ -185,7 +185,7 @@ class MediaStore:
         for digest in digests:
             _checked_digest(digest)
             named = [self._items.get((digest, modality)) for modality in self._modalities]
-            there = [item for item in named if item is not None and (item.is_there or self._is_coming(item))]
+            there = [item for item in named if item is not None and item.is_there]
             lacking += [] if there else [digest]
             for item in there:
                 item.offers, item.until = item.offers + 1, time.monotonic() + WAIT_S
@@ -205,7 +205,7 @@ class MediaStore:
             raise InvalidRequestError(f"the modality is {modality!r:.80}; this model takes {self._takes}")
         done: Future[None] = Future()
         known = self._items.get((digest, modality))
-        if known is not None and (known.is_there or self._is_coming(known)):
+        if known is not None and known.is_there:
             known.offers, known.until = known.offers + 1, time.monotonic() + WAIT_S
             done.set_result(None)
             return done
@@ -213,8 +213,7 @@ class MediaStore:
         size = ITEM_BYTES + _checked_arrays(names, arrays, self._most_bytes)
         item = self._items.setdefault((digest, modality), StoredItem(digest, modality))
         item.offers, item.until = item.offers + 1, time.monotonic() + WAIT_S
-        item.array_bytes = size
-        self._puts.append(_Put(item, names, arrays, done))
+        self._puts.append(_Put(item, names, arrays, size, done))
         self.take_puts()
         return done
 
@@ -228,30 +227,31 @@ class MediaStore:
     def take_puts(self) -> None:
         """Keep arrays that have come, as far as there is room."""
         for put in list(self._puts):
+            item = put.item
             if put.done.cancelled():  # the media worker has left
                 self._puts.remove(put)
-                put.item.array_bytes = 0
-                self.clean(put.item)
-            elif self._make_room(put.item):
+                self.clean(item)
+            elif item.is_there or self._make_room(put):
                 self._puts.remove(put)
-                self._array_bytes += put.item.array_bytes
-                put.item.names, put.item.arrays = put.names, put.arrays
-                self._fed.update(put.item.users)
-                _answer(put.item)
+                if not item.is_there:
+                    self._array_bytes += put.num_bytes
+                    item.names, item.arrays, item.array_bytes = put.names, put.arrays, put.num_bytes
+                    self._fed.update(item.users)
+                    _answer(item)
                 put.done.set_result(None)
 
-    def _make_room(self, item: StoredItem) -> bool:
+    def _make_room(self, put: _Put) -> bool:
         """Whether arrays of an item may be kept now. Those of encoded items are dropped for them, and those that no
         request has come for."""
         for other in list(self._items.values()):
-            if not self._array_bytes or self._array_bytes + item.array_bytes <= ARRAY_BYTES:
+            if not self._array_bytes or self._array_bytes + put.num_bytes <= ARRAY_BYTES:
                 return True
             if other.arrays is None or other.busy:
                 continue
             if (other.encoded and len(other.users) == other.holders) or not (other.users or other.is_expected):
                 self.drop_arrays(other)
         # A request that has some of its arrays gets all: else several such requests might wait for each other.
-        return any(other.is_there for user in item.users for other in self.of(user))
+        return any(other.is_there for user in put.item.users for other in self.of(user))
 
 
 def _answer(item: StoredItem) -> None:
