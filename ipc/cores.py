@@ -206,11 +206,10 @@ class Cores:
             if told is None:
                 continue
             where = {core.number: core.place for core in told} or {one.number: ""}
-            if one.number not in where:  # it has just started, or it leaves; the others know more
-                continue
             for number in where.keys() - self._all.keys():
                 self._all[number] = self._first.beside(number, address_at(self._address, where[number]))
-            self._leaving = self._all.keys() - where.keys()
+            if one.number in where:  # else it has just started, or it leaves; others know more
+                self._leaving = self._all.keys() - where.keys()
             followed = True
         return followed
 

@@ -121,7 +121,7 @@ class Group:
 
     def answers(self, number: int) -> bool:
         self.cores.receive()
-        return self.cores._all[number].ready_at is not None
+        return number in self.cores._all and self.cores._all[number].ready_at is not None
 
     def shares(self) -> dict[int, int]:
         return {number: len(one._ledger) for number, one in self.cores._all.items()}
@@ -515,7 +515,7 @@ def test_a_core_that_is_wanted_again_before_it_has_left_is_started_anew(start: C
     leaving = one.owner.group.supervisors[1]
     one.client.call("scale", 1)
     one.client.call("scale", 2)
-    one.read(lambda: one.owner.group.supervisors[1] is not leaving and 1 in one.cores._all and one.answers(1))
+    one.read(lambda: one.owner.group.supervisors[1] is not leaving and one.answers(1))
 
 
 @pytest.mark.parametrize(("number", "count"), [(1, 2), (0, 2), (0, 1)])
@@ -525,12 +525,34 @@ def test_a_core_that_stays_down_is_started_again_by_the_next_scale(
     one = start(2, max_restarts=0)
     one.kill(number)
     down = one.owner.group.supervisors[number]
-    assert eventually(lambda: down.dead_error is not None, GUARD)
+    one.read(lambda: number not in one.cores._all)
     one.client.call("scale", count)
-    one.read(lambda: one.owner.group.supervisors[number] is not down and number in one.cores._all)
-    one.read(lambda: one.answers(number))
+    one.read(lambda: one.owner.group.supervisors[number] is not down and one.answers(number))
     one.add(1)
     one.finish()
+
+
+def test_a_core_that_leaves_tells_of_the_one_that_takes_its_place(
+    start: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A core may hear of both at once. Then no list that it sends has both."""
+    one = start(2, max_restarts=0)
+    siblings, changes = one.owner.group._siblings, dict[int, Any]()
+    one.kill(0)
+    one.read(lambda: 0 not in one.cores._all)
+    listen = siblings.listen
+
+    def listen_at_once(cores: dict[int, Any]) -> None:
+        changes.update(cores)
+        if 1 in changes:
+            listen(changes)
+
+    monkeypatch.setattr(siblings, "listen", listen_at_once)
+    one.client.call("scale", 1)
+    one.read(lambda: one.answers(0))
+    one.add(1)
+    one.finish()
+    one.read(lambda: [*one.cores._all] == [0])
 
 
 @pytest.fixture
