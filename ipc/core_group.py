@@ -56,6 +56,7 @@ class CoreGroup:
         self._lock = threading.Lock()  # guards the members and their number
         self._siblings = Siblings()
         self._threads: dict[int, threading.Thread] = {}
+        self._down: set[int] = set()  # cores that did not start or stay down
         self._stopping = False
         self._wanted = config.parallel_config.num_cores
         first = [endpoints.of(number) for number in range(self._wanted)]
@@ -159,14 +160,14 @@ class CoreGroup:
             before, self._wanted = self._wanted, count
             logger.info("%d cores are wanted, so far %d", count, before)
             leaving = range(count, before)
+            down, self._down = self._down, set()
             for number in range(1, count):
-                earlier = self._threads.get(number)
-                if number >= before or earlier is None or not earlier.is_alive():
-                    self._in_thread(number, self._join, number, earlier)
-            if self.first.dead_error is None:
+                if number >= before or number in down:
+                    self._in_thread(number, self._join, number, self._threads.get(number))
+            if 0 in down:  # the others may be all that serve so far
+                self._in_thread(0, self._join, 0, self._threads.get(0), leaving)
+            elif self.first.dead_error is None:
                 self._let_leave(leaving)
-            elif (earlier := self._threads.get(0)) is None or not earlier.is_alive():
-                self._in_thread(0, self._join, 0, earlier, leaving)  # the others may be all that serve so far
 
     def _let_leave(self, numbers: Iterable[int]) -> None:
         """Tell frontends to send these cores no more requests, and stop the cores `LEAVE_SECONDS` later."""
@@ -183,8 +184,10 @@ class CoreGroup:
             one = self._load(number)
         except Exception as error:
             logger.error("core %d did not start: %s", number, error)
-            if number < self._wanted and not self._stopping:
-                self._siblings.failed(f"{datetime.now():%Y-%m-%d %H:%M:%S.%f} core {number} did not start: {error}")
+            with self._lock:
+                if number < self._wanted and not self._stopping:
+                    self._down.add(number)
+                    self._siblings.failed(f"{datetime.now():%Y-%m-%d %H:%M:%S.%f} core {number} did not start: {error}")
             return
         if one is None:
             return
@@ -253,7 +256,10 @@ class CoreGroup:
         except EngineDeadError as error:
             logger.error("core %d stays down: %s", one.launch.number, error)
         finally:
-            self._siblings.listen({one.launch.number: None})
+            with self._lock:
+                if one.dead_error is not None:
+                    self._down.add(one.launch.number)
+                self._siblings.listen({one.launch.number: None})
 
     def _in_thread(self, number: int, run: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=run, args=args, name=f"mainspring-core-{number}", daemon=True)

@@ -555,6 +555,25 @@ def test_a_core_that_leaves_tells_of_the_one_that_takes_its_place(
     one.read(lambda: [*one.cores._all] == [0])
 
 
+def test_scale_starts_a_core_again_as_soon_as_frontends_are_told_that_it_stays_down(
+    start: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start(2, max_restarts=0)
+    group = one.owner.group
+    down, listen = group.supervisors[1], group._siblings.listen
+
+    def listen_and_scale(cores: dict[int, Any]) -> None:
+        listen(cores)
+        if cores == {1: None}:
+            scaling = threading.Thread(target=group.scale, args=(2,))
+            scaling.start()
+            scaling.join(0.5)  # it may wait until the thread that is here has done all for this core
+
+    monkeypatch.setattr(group._siblings, "listen", listen_and_scale)
+    one.kill(1)
+    one.read(lambda: group.supervisors[1] is not down and one.answers(1))
+
+
 @pytest.fixture
 def daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[CoreGroup, str, Path]]:
     """A core without a model as a daemon has it, its address, and the file that says how further ones load."""
