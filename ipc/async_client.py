@@ -80,6 +80,7 @@ class AsyncClient(ConnectedClient):
 
     async def call(self, method: str, *args: Any, arrays: Sequence[Array] = (), timeout: float | None = None) -> Any:
         self._enter()
+        self._take_in()  # what has arrived may tell of further cores, which are to be asked, too
         results, call_id = self._connection.results, self._connection.start_call(method, args, arrays)
         try:
             async with asyncio.timeout(timeout):

@@ -47,6 +47,7 @@ class SyncClient(SavesWeights, ConnectedClient):
         return self._wait_for(lambda: queue.popleft() if queue else None, timeout)
 
     def call(self, method: str, *args: Any, arrays: Sequence[Array] = (), timeout: float | None = None) -> Any:
+        self._with_socket(lambda: None)  # what has arrived may tell of further cores, which are to be asked, too
         call_id = self._with_socket(lambda: self._connection.start_call(method, args, arrays))
         try:
             answer = self._wait_for(lambda: self._connection.results.pop(call_id, None), timeout)

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import zmq
 from rich.console import Console
 
 import stand_in_process
@@ -697,6 +698,25 @@ def test_requests_go_to_cores_that_have_the_weights_that_users_sent(start: Calla
     assert min(one.shares().values()) > 0
     one.finish()
     assert {one.ended[handle].reason for handle in range(13, 25)} == {"length"}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_call_goes_to_cores_that_have_joined_while_nothing_was_read(start: Callable[..., Group], count: int) -> None:
+    one = start(count)
+    asked = AsyncClient(connect(one.owner))
+    one.client.call("scale", count + 1)
+
+    def told(connection: Connection | Cores) -> bool:
+        first = connection._first if isinstance(connection, Cores) else connection
+        return bool(first._link._sockets[0].getsockopt(zmq.EVENTS) & zmq.POLLIN)
+
+    async def call_at_once() -> Any:
+        assert eventually(lambda: told(asked._connection), GUARD)
+        return await asked.call("echo", 4)
+
+    assert eventually(lambda: told(one.client._connection), GUARD)
+    assert one.client.call("echo", 4) == [4] * (count + 1)
+    assert asyncio.run(call_at_once()) == [4] * (count + 1)
 
 
 def test_a_rank_chooses_the_core(start: Callable[..., Group]) -> None:
