@@ -18,7 +18,6 @@ from .service import made
 from .tenants import Tenants
 
 access_log = logging.getLogger("mainspring.access")
-logger = logging.getLogger(__name__)
 
 MIN_BODY_RATE = 1024.0  # bytes a second of a body, after the first `body_timeout` seconds
 ANSWER_PIECE_BYTES = 256 << 10  # of an answer: one that is sent at once is lost after 30 s if TLS is then closed

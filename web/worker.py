@@ -45,8 +45,6 @@ from .tenants import THREADS, Tenant, Tenants, load_api_keys
 from .text_api import DetokenizeBody, TextApi, TokenizeBody
 from .transcriptions import TranscriptionApi, TranscriptionBody
 
-logger = logging.getLogger(__name__)
-
 _THREADS = 4 * THREADS  # of a worker, for what takes long
 _OWN_DESCRIPTORS = 64  # of a worker beside its connections
 _DESCRIPTORS_OF_TENANT = 8  # sockets of a connection to the core, and what libzmq needs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -59,8 +58,6 @@ from .worker import (
     tensors_of,
     with_ranks,
 )
-
-logger = logging.getLogger(__name__)
 
 MOST_STEPS = 32  # of one plan
 MOST_EXPERT_BYTES = 64 << 20  # numbers of experts in a step, because they are sent in one message

@@ -54,11 +54,6 @@ class MergedPrompt(NamedTuple):
     # token that each one sees; None: itself
     cross: CrossStates | None = None  # what all tokens see beside the prompt
 
-    @property
-    def num_bytes(self) -> int:
-        puts = [*self.puts.values(), *([self.deepstack] if self.deepstack is not None else [])]
-        return sum(put.values.nbytes for put in puts)
-
 
 class _Arrived(NamedTuple):
     arguments: dict[str, Any]
