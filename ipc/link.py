@@ -63,8 +63,8 @@ class Link:
         thread, and the core, which takes longer than the rest."""
         self._gathered.append((frames, copy))
 
-    def send(self, frames: Sequence[Any], copy: bool = True) -> None:
-        self.gather(frames, copy)
+    def send(self, frames: Sequence[Any]) -> None:
+        self.gather(frames)
         self.flush()
 
     def flush(self) -> None:

@@ -127,7 +127,7 @@ class CoreServer:
         self._turns: Turns[list[zmq.Frame]] = Turns()
         self._decoded = 0  # bytes that the last message took
         self._stalled = False  # messages wait until the main thread has taken some, or has begun its next step
-        self._outbox: SimpleQueue[tuple[int, Any, Sequence[np.ndarray]]] = SimpleQueue()
+        self._outbox: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._peers: dict[int, _Peer] = {}
         self._by_origin: dict[Origin, _Peer] = {}
         self._numbers: set[int] = set()  # frontends' numbers in use, until released
@@ -183,14 +183,14 @@ class CoreServer:
         self._waker.wake()
         self._thread.join(timeout=5)
 
-    def send(self, frontend: int, message: Any, tensors: Sequence[np.ndarray] = ()) -> None:
+    def send(self, frontend: int, message: Any) -> None:
         """Queue a message. A message to a frontend that has left is dropped."""
-        self._outbox.put((frontend, message, tensors))
+        self._outbox.put((frontend, message))
         self._waker.wake()
 
     def release(self, frontend: int) -> None:
         """Let the number of a frontend that has left be used again, after all messages queued for it so far."""
-        self._outbox.put((frontend, None, ()))
+        self._outbox.put((frontend, None))
         self._waker.wake()
 
     @property
@@ -425,8 +425,8 @@ class CoreServer:
         with contextlib.suppress(zmq.ZMQError):
             self._offer(origin, self._encode(message))
 
-    def _encode(self, message: Any, tensors: Sequence[np.ndarray] = ()) -> list[Any]:
-        return codec.encode(message, self._instance_id, self._epoch, tensors)
+    def _encode(self, message: Any) -> list[Any]:
+        return codec.encode(message, self._instance_id, self._epoch)
 
     def _offer(self, origin: Origin, frames: list[Any]) -> bool:
         """Give frames to libzmq. Returns False if its queue for this peer is full.
@@ -450,14 +450,14 @@ class CoreServer:
                 self._inbox.put(Event(peer.number, Credit(True)))
         with contextlib.suppress(Empty):
             while True:
-                number, message, tensors = self._outbox.get_nowait()
+                number, message = self._outbox.get_nowait()
                 if message is None:
                     self._numbers.discard(number)
                 elif (to := self._peers.get(number)) is not None:
                     if isinstance(message, Ready):
                         self._send_ready(to, message)
                     else:
-                        self._send(to, self._encode(message, tensors))
+                        self._send(to, self._encode(message))
 
     def _send_ready(self, peer: _Peer, ready: Ready) -> None:
         capabilities = ["admin"] if peer.admin else []

@@ -232,9 +232,9 @@ class _Writer:
             at = mark.end()
         return " ".join(part for part in (*parts, _literals(text[at:])) if part)
 
-    def _new(self, body: str, options: str = "") -> str:
+    def _new(self, body: str) -> str:
         self._count += 1
-        self.add(f"r{self._count}{options}", body)
+        self.add(f"r{self._count}", body)
         return f"r{self._count}"
 
     def call(self, tool: Tool, free: bool, begun: str = "") -> str:
