@@ -48,7 +48,7 @@ from mainspring.core.parallel.stages import Stages
 from mainspring.ipc.config import LoadConfig, ModelConfig
 from mainspring.ipc.errors import UnsupportedModelError
 from mainspring.kernels.reference.reference_backend import ReferenceBackend
-from report import DOCS, table
+from report import DOCS, fill, table
 
 ENOUGH = 91
 PAGE = DOCS / "scaling.md"
@@ -227,10 +227,8 @@ def _write(results: dict[str, Result], ranks: int, stages: int) -> None:
         "",
         table(["refused", "why"], [[", ".join(names), reason] for reason, names in refused.items()]),
     ]
-    begin, end = f"<!-- begin architectures-{kind} -->", f"<!-- end architectures-{kind} -->"
-    head, rest = PAGE.read_text().split(begin)
     stamp = f"`{shlex.join(['python', 'benchmarks/architectures_ranks.py', *sys.argv[1:]])}`, {datetime.date.today()}."
-    PAGE.write_text(f"{head}{begin}\n{chr(10).join(lines)}\n\n{stamp}\n{end}{rest.split(end)[1]}")
+    fill(PAGE, f"architectures-{kind}", "\n".join([*lines, "", stamp]))
 
 
 if __name__ == "__main__":

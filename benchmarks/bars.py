@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from report import CACHE, DOCS, machine, table
+from report import CACHE, DOCS, fill, machine, table
 
 
 class Bar(NamedTuple):
@@ -56,21 +56,15 @@ def conclude(
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"\n{_text(result)}\n\n{path}", flush=True)
     if args.write:
-        fill(result)
+        put_on_page(result)
     return int(any(bar.passed is False for bar in bars))
 
 
-def fill(result: dict[str, Any]) -> None:
+def put_on_page(result: dict[str, Any]) -> None:
     """Write a result to its section of the page."""
-    section = result.get("section", result["program"])
-    begin, end = f"<!-- begin {section} -->", f"<!-- end {section} -->"
-    path = DOCS / result.get("page", "reliability.md")
-    page = path.read_text()
-    if begin not in page or end not in page:
-        raise SystemExit(f"{path.name} has no place for {section!r}: it needs {begin} and {end}")
     stamp = f"`{result['command']}`, {result['date']}, {result['machine']}."
-    head, rest = page.split(begin)
-    path.write_text(f"{head}{begin}\n{_text(result)}\n\n{stamp}\n{end}{rest.split(end)[1]}")
+    page, section = DOCS / result.get("page", "reliability.md"), result.get("section", result["program"])
+    fill(page, section, f"{_text(result)}\n\n{stamp}")
 
 
 def _text(result: dict[str, Any]) -> str:
@@ -81,4 +75,4 @@ def _text(result: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        fill(json.loads(Path(name).read_text()))
+        put_on_page(json.loads(Path(name).read_text()))

@@ -36,7 +36,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import growth
-from bars import Bar, conclude, fill
+from bars import Bar, conclude, put_on_page
 from compare import Round, describe, engine_versions, environment, play, ratios
 from driver import LEVEL
 from mainspring.kernels.native.build import choose_level
@@ -336,7 +336,7 @@ def main() -> int:
     tables.append(engine_versions([r for rounds in played.values() for r in rounds]))
     if write_shared:
         for result in filter(None, (log.get("quantized"), log.get(" ".join(["growth", *longest])))):
-            fill(result)
+            put_on_page(result)
             if "points" in result:
                 points = {name: [growth.Point(*each) for each in found] for name, found in result["points"].items()}
                 growth.draw(points, DOCS / "growth.png")

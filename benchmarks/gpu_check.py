@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from report import CACHE, ROOT, table
+from report import CACHE, ROOT, fill, table
 
 if importlib.util.find_spec("mainspring") is None:
     raise SystemExit("mainspring can't be imported: install it, or put a link of that name to it on PYTHONPATH")
@@ -347,21 +347,13 @@ class Kept:
         unfinished.replace(self._path)  # at once: a run may be killed at any moment
 
 
-def fill(page: str, result: dict[str, Any]) -> str:
-    """The page with the sections of `result`; other sections are unchanged."""
-    for section in SECTIONS:
-        if any(part["section"] == section for part in result["parts"].values()):
-            begin, end = f"<!-- begin {section} -->", f"<!-- end {section} -->"
-            head, _, rest = page.partition(begin)
-            tail = rest.partition(end)[2]
-            page = f"{head}{begin}\n{section_table(section, result['parts'])}\n\n{_stamp(result)}\n{end}{tail}"
-    return page
-
-
 def put_on_page(result: dict[str, Any]) -> None:
+    """Write the sections of `result` to the page; other sections are unchanged."""
     if result["rehearsal"]:
         raise SystemExit("these are a rehearsal's numbers, which are not for the page")
-    PAGE.write_text(fill(PAGE.read_text(), result))
+    for section in SECTIONS:
+        if any(part["section"] == section for part in result["parts"].values()):
+            fill(PAGE, section, f"{section_table(section, result['parts'])}\n\n{_stamp(result)}")
 
 
 # ------------------------------------------------------------------ the command

@@ -39,9 +39,14 @@ def publish(section: str, text: str, write: bool, where: Path = PAGE) -> None:
         return
     command = " ".join(["python", "benchmarks/" + Path(sys.argv[0]).name, *sys.argv[1:]])
     stamp = f"`{command}`, {datetime.date.today()}, {machine()}."
+    fill(where, section, f"{text}\n\n{stamp}")
+
+
+def fill(where: Path, section: str, text: str) -> None:
+    """Write `text` to the place of a section in a page."""
     begin, end = f"<!-- begin {section} -->", f"<!-- end {section} -->"
     page = where.read_text()
     if begin not in page or end not in page:
         raise SystemExit(f"{where.name} has no place for {section!r}: it needs {begin} and {end}")
     head, rest = page.split(begin)
-    where.write_text(f"{head}{begin}\n{text}\n\n{stamp}\n{end}{rest.split(end)[1]}")
+    where.write_text(f"{head}{begin}\n{text}\n{end}{rest.split(end)[1]}")

@@ -108,13 +108,19 @@ def test_the_page_has_every_bar_of_every_section() -> None:
         assert told == names
 
 
-def test_a_page_takes_the_sections_of_a_run_and_keeps_the_others() -> None:
+def test_a_page_takes_the_sections_of_a_run_and_keeps_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocks = [f"<!-- begin {section} -->\nold {section}\n<!-- end {section} -->\n" for section in gpu_check.SECTIONS]
     bars = [
         {"name": bar.name, "limit": bar.limit, "measured": "7 a|b", "passed": True} for bar in gpu_check.BARS["start"]
     ]
-    result = {"parts": {"start": {"section": "start", "bars": bars}}, "command": "C", "date": "D", "machine": "M"}
-    page = gpu_check.fill("before\n" + "".join(blocks) + "after\n", result)
+    parts = {"start": {"section": "start", "bars": bars}}
+    path = tmp_path / "page.md"
+    path.write_text("before\n" + "".join(blocks) + "after\n")
+    monkeypatch.setattr(gpu_check, "PAGE", path)
+    gpu_check.put_on_page({"parts": parts, "command": "C", "date": "D", "machine": "M", "rehearsal": False})
+    page = path.read_text()
     assert page.count("old ") == len(gpu_check.SECTIONS) - 1
     assert page.startswith("before\n")
     assert "\n<!-- end start -->\n" in page
