@@ -23,7 +23,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +60,10 @@ MEDIA_HEADING = "## Media in prompts"
 class Result(NamedTuple):
     outcome: str  # exact, refused, not constructible or wrong
     reason: str
+
+
+# Judges an architecture by its name. The function is to be called once transformers has made all that is compared.
+Judge = Callable[[str, Callable[[], None]], Result]
 
 
 # --- The paged path, driven in process ------------------------------------------------------------
@@ -288,7 +292,7 @@ def judge(model_type: str, built: Callable[[], None]) -> Result:
             try:
                 prompts, expected = _diverse(model_type, Path(folder), variant)
             except Exception as error:
-                reason = _one_line(error)
+                reason = one_line(error)
                 continue
             built()
             return _compare(Path(folder), prompts, expected)
@@ -317,11 +321,13 @@ def _compare(folder: Path, prompts: list[list[int]], expected: list[list[int]]) 
     except UnsupportedModelError as error:
         return Result("refused", str(error).replace(str(folder), "the checkpoint"))
     except Exception as error:
-        return Result("wrong", "raised " + _one_line(error))
-    if tokens != expected:
-        bad = [i for i, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)) if ours != theirs]
-        return Result("wrong", f"other tokens than generate in requests {bad}")
-    return Result("exact", f"{len({t for text in tokens for t in text})} distinct tokens")
+        return Result("wrong", "raised " + one_line(error))
+    return compared(tokens, expected, f"{len({t for text in tokens for t in text})} distinct tokens")
+
+
+def compared(tokens: Sequence[list[int]], expected: Sequence[list[int]], note: str) -> Result:
+    bad = [i for i, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)) if ours != theirs]
+    return Result("wrong", f"other tokens than generate in requests {bad}") if bad else Result("exact", note)
 
 
 def _refused_unbuilt(model_type: str) -> Result | None:
@@ -346,7 +352,7 @@ def _generate_alone(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return output[0, len(prompt) :].tolist()
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     where = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())[:160]
     return f"{type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
@@ -355,54 +361,56 @@ def _one_line(error: BaseException) -> str:
 # --- All of them ----------------------------------------------------------------------------------
 
 
-def _child(model_type: str, pipe: multiprocessing.connection.Connection) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
-    # The defaults of some configs need hundreds of GB, despite the sizes set here.
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+def be_quiet() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     warnings.simplefilter("ignore")
+
+
+def _child(name: str, judge: Judge, cpu_seconds: int, sender: multiprocessing.connection.Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
+    # The defaults of some configs need hundreds of GB, despite the sizes set here.
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    be_quiet()
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        pipe.send(judge(model_type, built=lambda: pipe.send(None)))
+        try:
+            sender.send(judge(name, lambda: sender.send(None)))
+        except BaseException as error:
+            sender.send(Result("wrong", one_line(error)))
 
 
-def sweep(model_types: list[str]) -> dict[str, Result]:
+def sweep(names: Iterable[str], judge: Judge, cpu_seconds: int, seconds: int) -> dict[str, Result]:
     """Judge each in a separate forked process, so that a crash or hang does not stop the sweep."""
     context = multiprocessing.get_context("fork")
-    queue, results = list(model_types), {}
+    pending, results = list(names), {}
     running: dict[Any, tuple[str, Any, float]] = {}
-    built: set[str] = set()  # model types that were built; a later failure counts as wrong
-    while queue or running:
-        while queue and len(running) < WORKERS:
-            model_type = queue.pop(0)
+    built: set[str] = set()  # names of models that were built; a later failure counts as wrong
+    while pending or running:
+        while pending and len(running) < WORKERS:
             receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(model_type, sender))
+            process = context.Process(target=_child, args=(pending[0], judge, cpu_seconds, sender))
             process.start()
             sender.close()
-            running[receiver] = (model_type, process, time.monotonic() + TIMEOUT_S)
+            running[receiver] = pending.pop(0), process, time.monotonic() + seconds
         ready = multiprocessing.connection.wait(list(running), timeout=1)
-        for receiver in list(running):
-            model_type, process, deadline = running[receiver]
-            result = None
-            if receiver in ready:
-                try:
-                    result = receiver.recv()
-                except EOFError:
-                    process.join()
-                    result = Result("wrong", f"the process died with exit code {process.exitcode}")
-                if result is None:
-                    built.add(model_type)
-            elif time.monotonic() > deadline:
-                process.kill()
-                result = Result("wrong", f"not done in {TIMEOUT_S} s")
-            if result is None:
+        for receiver, (name, process, deadline) in list(running.items()):
+            if receiver not in ready and time.monotonic() < deadline:
                 continue
-            if result.outcome == "wrong" and model_type not in built:
-                result = Result("not constructible", result.reason)
-            results[model_type] = result
+            try:
+                result = receiver.recv() if receiver in ready else Result("wrong", f"not done in {seconds} s")
+            except EOFError:
+                process.join()
+                result = Result("wrong", f"the process died with exit code {process.exitcode}")
+            if result is None:
+                built.add(name)
+                continue
+            process.kill()
             process.join()
             del running[receiver]
-            print(f"{model_type:28} {results[model_type].outcome:18} {results[model_type].reason}", flush=True)
+            if result.outcome == "wrong" and name not in built:
+                result = Result("not constructible", result.reason)
+            results[name] = result
+            print(f"{name:28} {result.outcome:18} {result.reason}", flush=True)
     return results
 
 
@@ -456,36 +464,41 @@ models that a paged cache can't serve, and then compares its logits with the mod
 """
 
 
-def write_report(results: dict[str, Result], counts: Counter[str]) -> None:
-    """docs/models.md: the counts and one row for each architecture."""
+def result_lines(results: dict[str, Result], classes: Mapping[str, Any]) -> list[str]:
+    """The counts, and a table with a row for each architecture."""
+    counts = Counter(result.outcome for result in results.values())
     totals = ", ".join(f"{name}: {counts[name]}" for name in ("exact", "refused", "not constructible", "wrong"))
+    lines = [f"**{totals}**", "", "| model type | class | result | reason |", "| --- | --- | --- | --- |"]
+    for model_type, (outcome, reason) in sorted(results.items()):
+        reason = reason.replace("|", "\\|")
+        lines.append(f"| {model_type} | {classes[model_type]} | {outcome} | {reason} |")
+    return lines
+
+
+def write_report(results: dict[str, Result]) -> None:
+    """docs/models.md: the counts and one row for each architecture."""
+    shown = {name: r._replace(reason="") if r.outcome == "exact" else r for name, r in results.items()}
     lines = [
         f"The table lists every causal language model class of transformers {transformers.__version__}.",
         "Tiny random models of each class are compared with `model.generate`: greedy fp32 tokens of several",
         "requests that share steps. A class is not constructible if the script finds no tiny config that",
         "transformers itself can run. `make architectures` writes the table.",
         "",
-        f"**{totals}**",
-        "",
-        "| model type | class | result | reason |",
-        "| --- | --- | --- | --- |",
+        *result_lines(shown, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     ]
-    for model_type, (outcome, reason) in sorted(results.items()):
-        reason = "" if outcome == "exact" else reason.replace("|", "\\|")
-        lines.append(f"| {model_type} | {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]} | {outcome} | {reason} |")
     media = REPORT.read_text().partition(MEDIA_HEADING)[2]  # which another script writes
     REPORT.write_text(INTRODUCTION + "\n".join(lines) + "\n" + (f"\n{MEDIA_HEADING}{media}" if media else ""))
 
 
 def main(names: list[str]) -> int:
     started = time.monotonic()
-    results = sweep(names or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    results = sweep(names or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, judge, CPU_LIMIT_S, TIMEOUT_S)
     counts = Counter(result.outcome for result in results.values())
     print(
         ", ".join(f"{outcome}: {count}" for outcome, count in counts.items()), f"({time.monotonic() - started:.0f} s)"
     )
     if not names:
-        write_report(results, counts)
+        write_report(results)
     return int(counts["wrong"] > 0 or (not names and counts["exact"] < ENOUGH))
 
 

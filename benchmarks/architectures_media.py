@@ -14,15 +14,10 @@ from __future__ import annotations
 
 import inspect
 import json
-import multiprocessing
-import multiprocessing.connection
 import random
-import resource
 import sys
 import tempfile
 import time
-import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -36,10 +31,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-from transformers.utils import logging as transformers_logging
 
 from mainspring.benchmarks import architectures_readers as readers
-from mainspring.benchmarks.architectures import MEDIA_HEADING, REPORT
+from mainspring.benchmarks.architectures import MEDIA_HEADING, REPORT, Result, compared, one_line, result_lines, sweep
 from mainspring.benchmarks.tiny_media import AUDIO, END, IMAGE, START, TINY, VIDEO, Inputs, build
 from mainspring.core.memory.updates import TableUpdate
 from mainspring.core.model.load.loader import _model_class, auto_class, refuse_config
@@ -68,11 +62,6 @@ THINKERS = {
     "qwen3_omni_moe": "qwen3_omni_moe_thinker",
 }  # by the checkpoint they are in
 TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
-
-
-class Result(NamedTuple):
-    outcome: str  # exact, refused, not constructible or wrong
-    reason: str
 
 
 class Failed(Exception):
@@ -334,7 +323,7 @@ def judge(model_type: str, built: Callable[[], None] = lambda: None) -> Result:
             return Result("not constructible", one_line(error))
         except Exception as error:
             return _result_of(error, folder)
-    return _compared(tokens, expected, note)
+    return compared(tokens, expected, note)
 
 
 def join_talker(folder: Path, model_type: str) -> None:
@@ -354,11 +343,6 @@ def _result_of(error: Exception, folder: Path) -> Result:
     if isinstance(error, UnsupportedModelError) or (isinstance(error, Failed) and text.startswith(unsupported)):
         return Result("refused", text.removeprefix(unsupported))
     return Result("wrong", text if isinstance(error, Failed) else "raised " + one_line(error))
-
-
-def _compared(tokens: Sequence[list[int]], expected: Sequence[list[int]], note: str = "") -> Result:
-    bad = [i for i, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)) if ours != theirs]
-    return Result("wrong", f"other tokens than generate in requests {bad}") if bad else Result("exact", note)
 
 
 def judge_reader(model_type: str, built: Callable[[], None]) -> Result:
@@ -388,7 +372,7 @@ def judge_reader(model_type: str, built: Callable[[], None]) -> Result:
             tokens = Driver(worker_of(folder)).serve(requests, preempt=1)
         except Exception as error:
             return _result_of(error, folder)
-    return _compared(tokens, expected)
+    return compared(tokens, expected, "")
 
 
 def _diverse_reader(model_type: str, folder: Path) -> tuple[PreTrainedModel, list[Request], list[list[int]]]:
@@ -494,64 +478,11 @@ def _without_media(worker: GenerationWorker) -> Result:
     return Result("refused", (notes or ["its class has no method that encodes media apart from its prompt"])[0])
 
 
-def one_line(error: BaseException) -> str:
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    text = " ".join(str(error).split())[:160]
-    return f"{type(error).__name__}: {text} ({Path(where.filename).name}:{where.lineno})"
-
-
 # --- All of them ----------------------------------------------------------------------------------
 
 
-def _child(model_type: str, sender: multiprocessing.connection.Connection) -> None:
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-    try:
-        sender.send(judge(model_type, built=lambda: sender.send(None)))
-    except BaseException as error:
-        sender.send(Result("not constructible", one_line(error)))
-
-
-def sweep(names: Sequence[str]) -> dict[str, Result]:
-    context = multiprocessing.get_context("fork")
-    results: dict[str, Result] = {}
-    pending = list(names)
-    running: dict[Any, tuple[str, Any, float]] = {}
-    built: set[str] = set()  # a process that is lost later makes its model a wrong one
-    while pending or running:
-        while pending and len(running) < WORKERS:
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(pending[0], sender))
-            process.start()
-            sender.close()
-            running[receiver] = pending.pop(0), process, time.monotonic()
-        ready = multiprocessing.connection.wait(list(running), timeout=1)
-        for receiver, (name, process, began) in list(running.items()):
-            late = time.monotonic() - began > TIMEOUT_S
-            if receiver not in ready and not late:
-                continue
-            outcome = "wrong" if name in built else "not constructible"
-            try:
-                result = receiver.recv() if receiver in ready else Result(outcome, "it takes too long")
-            except EOFError:
-                result = Result(outcome, "its process died, or needed too much memory or time")
-            if result is None:
-                built.add(name)
-                continue
-            process.kill()
-            process.join()
-            del running[receiver]
-            results[name] = result
-            print(f"{name:28} {result.outcome:18} {result.reason}", flush=True)
-    return results
-
-
-def write_report(results: dict[str, Result], counts: Counter[str]) -> None:
+def write_report(results: dict[str, Result]) -> None:
     """The last section of docs/models.md: the counts and one row for each architecture."""
-    totals = ", ".join(f"{name}: {counts[name]}" for name in ("exact", "refused", "not constructible", "wrong"))
     lines = [
         MEDIA_HEADING,
         "",
@@ -562,14 +493,8 @@ def write_report(results: dict[str, Result], counts: Counter[str]) -> None:
         "what `generate` computes; its requests have one and two items. Encoder-decoder classes that read text or hear",
         "sound are in the table, too; each of their requests has one input for the encoder.",
         "",
-        f"**{totals}**",
-        "",
-        "| model type | class | result | reason |",
-        "| --- | --- | --- | --- |",
+        *result_lines(results, CLASSES),
     ]
-    for model_type, (outcome, reason) in sorted(results.items()):
-        reason = reason.replace("|", "\\|")
-        lines.append(f"| {model_type} | {CLASSES[model_type]} | {outcome} | {reason} |")
     before = REPORT.read_text().partition(MEDIA_HEADING)[0].rstrip("\n")
     REPORT.write_text(before + "\n\n" + "\n".join(lines) + "\n")
 
@@ -577,13 +502,13 @@ def write_report(results: dict[str, Result], counts: Counter[str]) -> None:
 def main(arguments: list[str]) -> int:
     started, write = time.monotonic(), "--write" in arguments
     names = [name for name in arguments if name != "--write"]
-    results = sweep(names or list(CLASSES))
+    results = sweep(names or CLASSES, judge, CPU_LIMIT_S, TIMEOUT_S)
     counts = Counter(result.outcome for result in results.values())
     print(
         ", ".join(f"{outcome}: {count}" for outcome, count in counts.items()), f"({time.monotonic() - started:.0f} s)"
     )
     if write:
-        write_report(results, counts)
+        write_report(results)
     return int(counts["wrong"] > 0 or (not names and counts["exact"] < ENOUGH))
 
 

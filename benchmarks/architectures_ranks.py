@@ -21,7 +21,6 @@ import shlex
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter, defaultdict
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,16 +28,17 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import logging as transformers_logging
 
 from architectures import (
     _VARIANTS,
     MAX_TOKENS,
     Result,
     _diverse,
-    _one_line,
     _refused_unbuilt,
+    be_quiet,
+    compared,
     drive,
+    one_line,
 )
 from mainspring.core.model.load.loader import load_model
 from mainspring.core.model.run.paged_model import PagedModel
@@ -110,7 +110,7 @@ def _answer(pipe: Connection, seconds: float) -> Result:
 
 def _rank(number: int, size: int, count: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    _be_quiet()
+    be_quiet()
     world = RankGroup(number, size * count, f"file://{store}", CPU, TIMEOUT_S)
     stages = Stages(world, count, size) if count > 1 else None
     group = world if stages is None else stages.group_of_stage()
@@ -135,15 +135,12 @@ def _judge(task: Task, group: RankGroup | None, stages: Stages | None) -> Result
     except UnsupportedModelError as error:
         return Result("refused", str(error).replace(str(task.folder), "the checkpoint"))
     except Exception as error:
-        return Result("wrong", "raised " + _one_line(error))
-    if tokens != task.expected:
-        bad = [i for i, (ours, theirs) in enumerate(zip(tokens, task.expected, strict=True)) if ours != theirs]
-        return Result("wrong", f"other tokens than generate in requests {bad}")
+        return Result("wrong", "raised " + one_line(error))
     held = sum(model.parameters.shape(name).numel() for name in model.parameters.names())
     everywhere = (*model.parameters.names(), *model.parameters.others)
     whole = sum(model.parameters.whole_shape(name).numel() for name in everywhere)
     how = "; ".join(note for note in model.notes if note.startswith(("stage ", "one of ")))
-    return Result("exact", f"{how}; a rank holds {held / whole:.0%} of the weights")
+    return compared(tokens, task.expected, f"{how}; a rank holds {held / whole:.0%} of the weights")
 
 
 def agree_on_tokens(model: PagedModel, stages: Stages) -> None:
@@ -158,12 +155,6 @@ def agree_on_tokens(model: PagedModel, stages: Stages) -> None:
     model.forward = chosen  # type: ignore[method-assign]
 
 
-def _be_quiet() -> None:
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
-
-
 def judge(model_type: str, ranks: Ranks, whole_experts: bool) -> Result:
     """Build the class, generate with transformers, and let the ranks compare."""
     reason = ""
@@ -173,7 +164,7 @@ def judge(model_type: str, ranks: Ranks, whole_experts: bool) -> Result:
                 with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
                     prompts, expected = _diverse(model_type, Path(folder), variant)
             except Exception as error:
-                reason = _one_line(error)
+                reason = one_line(error)
                 continue
             found = ranks.judge(Task(Path(folder), prompts, expected, whole_experts))
             return next((one for one in found if one.outcome != "exact"), found[0])
@@ -189,7 +180,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put the lists into docs/scaling.md")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    _be_quiet()
+    be_quiet()
     ranks, results = Ranks(args.ranks, args.stages), {}
     for model_type in args.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         began = time.monotonic()
