@@ -2,8 +2,8 @@
 
 Each is *exact* (greedy fp32 tokens equal to ``model.generate`` for several requests of mixed lengths, prefilled in
 chunks side by side), *refused* at load with a reason, *not constructible* (this script found no tiny config, or the
-model can't generate in transformers), or *wrong*. Writes docs/models.md; exits 1 when one is wrong or fewer than
-`ENOUGH` are exact.
+model can't generate in transformers), or *wrong*. Writes the table of docs/models.md; exits 1 when one is wrong or
+fewer than `ENOUGH` are exact.
 
     python -P benchmarks/architectures.py                  # all of them, about five minutes on two cores
     python -P benchmarks/architectures.py llama gemma2     # some, printed only
@@ -34,6 +34,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from mainspring.benchmarks.report import DOCS, fill
 from mainspring.core.model.load.loader import load_model
 from mainspring.core.model.load.refuse import refuse_config
 from mainspring.core.model.run.attention import StepAttention
@@ -53,8 +54,6 @@ PROMPT_LENGTHS = (5, 37, 18, 9)
 MAX_TOKENS = 16
 TOKEN_BUDGET = 24
 BLOCK_SIZE = 16
-REPORT = Path(__file__).parent.parent / "docs" / "models.md"
-MEDIA_HEADING = "## Media in prompts"
 
 
 class Result(NamedTuple):
@@ -414,80 +413,16 @@ def sweep(names: Iterable[str], judge: Judge, cpu_seconds: int, seconds: int) ->
     return results
 
 
-INTRODUCTION = """\
-# Models
-
-Mainspring runs the models of transformers unchanged, except for their attention. When it loads a model, it learns the
-parameters of each attention call (heads, scale, window, soft cap, sinks) from one pass over a few tokens, refuses
-models that a paged cache can't serve, and then compares its logits with the model's.
-`mainspring generate --explain-model` prints the result.
-
-- **Recurrent state** (linear attention, state spaces, short convolutions) is served where transformers keeps it in its
-  cache.
-- **Latents** (multi-head latent attention: DeepSeek V2 and V3, Kimi, GLM-4.7-Flash, MiniCPM3, LongCat) are cached
-  instead of the keys and values that the model makes from them, except with adapters, quantized weights and
-  `cpu_offload_gb`, and on a GPU [where FlashInfer has no kernel](gpu.md#what-it-takes).
-  [Performance](performance.md#latents) shows the difference.
-- **Sparse attention by an indexer** (DeepSeek V3.2, GLM-5 and their relatives) is served where the indexer keeps a key
-  for each token and gives the indices of the keys that it selects. Only the reference kernels know it, so it is slow.
-  Adapters can't change an indexer. `kv_cache_dtype="fp8"` rounds its keys, too.
-- **Refused** are layers with another memory (indexers over blocks of keys, state in a module's attributes), attention
-  whose scores depend on more than query, key and their distance, and most quantized
-  checkpoints. The error gives the reason.
-- **Attention of a model's own** (GPT-J, GPT-Neo, BLOOM, MPT, Falcon) is replaced where the model computes it. A mask of
-  its own is known for up to 2,048 tokens. BigBird is served if `max_model_len` is so small that its attention is full.
-  A half-precision model with ALiBi adds a bias that is not rounded, where transformers' is.
-- **Quantized checkpoints** of AWQ (4 bits, gemm), GPTQ and compressed-tensors (4 and 8 bits), bitsandbytes (4 bits) and
-  MXFP4 (gpt-oss) run on native kernels with the numbers that they hold, those of experts too. This needs a model that
-  the native kernels run as a whole, rows of weights and groups of multiples of 32 values, symmetric ones of 8 bits, no
-  act-order, and for experts one rank. In place of any other weight the 16-bit one that its numbers stand for is used,
-  and a warning says of how many. FP8 (DeepSeek's blocks, compressed-tensors) always becomes 16-bit weights, and so does
-  everything on other backends.
-- **`quantization`** rounds plain checkpoints, and those of FP8, to `int8`, `int8-dynamic`, `int4` or NF4 of
-  `bitsandbytes` at load, for models that the native kernels run as a whole. Adapters may be added to all quantized
-  models.
-- **Chunked attention** (Llama 4) is served as long as one chunk holds `max_model_len` tokens, and attention that is
-  scaled by position as long as no scaled position is reached.
-- **Rotary frequencies that depend on the length** (`longrope`, `dynamic`) are chosen once, at load: the original ones
-  if `max_model_len` is at most the original context length, otherwise those for a sequence of `max_model_len` tokens.
-  transformers recomputes them for each length, so only in the latter case can outputs differ from `generate`.
-  `max_model_len` is larger only where it is set: with `dynamic` up to `factor` times the original length. With `yarn`
-  the model's limit is at least `factor` times that length, whatever `max_position_embeddings` says.
-- **Routed experts** (`enable_return_routed_experts`) are given for models whose experts are called with the numbers of
-  the experts of each token. Models without experts, Llama 4 and JetMoe, and quantized weights are refused.
-- **Retrieval models** with a decoder (ColPali, ColQwen2) give
-  [vectors of tokens](media.md#vectors-of-tokens-of-images-and-texts). ColModernVBert is refused, because its trunk is
-  an encoder that takes images.
-- **Prompt embeddings** are not supported by models that look up embeddings by token id in each layer (Gemma 3n and
-  Gemma 4).
-
-"""
-
-
-def result_lines(results: dict[str, Result], classes: Mapping[str, Any]) -> list[str]:
-    """The counts, and a table with a row for each architecture."""
+def write_table(section: str, results: dict[str, Result], classes: Mapping[str, Any]) -> None:
+    """Write the counts and a row for each architecture to docs/models.md."""
     counts = Counter(result.outcome for result in results.values())
     totals = ", ".join(f"{name}: {counts[name]}" for name in ("exact", "refused", "not constructible", "wrong"))
-    lines = [f"**{totals}**", "", "| model type | class | result | reason |", "| --- | --- | --- | --- |"]
+    lines = [f"**transformers {transformers.__version__}: {totals}**", ""]
+    lines += ["| model type | class | result | reason |", "| --- | --- | --- | --- |"]
     for model_type, (outcome, reason) in sorted(results.items()):
         reason = reason.replace("|", "\\|")
         lines.append(f"| {model_type} | {classes[model_type]} | {outcome} | {reason} |")
-    return lines
-
-
-def write_report(results: dict[str, Result]) -> None:
-    """docs/models.md: the counts and one row for each architecture."""
-    shown = {name: r._replace(reason="") if r.outcome == "exact" else r for name, r in results.items()}
-    lines = [
-        f"The table lists every causal language model class of transformers {transformers.__version__}.",
-        "Tiny random models of each class are compared with `model.generate`: greedy fp32 tokens of several",
-        "requests that share steps. A class is not constructible if the script finds no tiny config that",
-        "transformers itself can run. `make architectures` writes the table.",
-        "",
-        *result_lines(shown, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
-    ]
-    media = REPORT.read_text().partition(MEDIA_HEADING)[2]  # which another script writes
-    REPORT.write_text(INTRODUCTION + "\n".join(lines) + "\n" + (f"\n{MEDIA_HEADING}{media}" if media else ""))
+    fill(DOCS / "models.md", section, "\n".join(lines))
 
 
 def main(names: list[str]) -> int:
@@ -498,7 +433,8 @@ def main(names: list[str]) -> int:
         ", ".join(f"{outcome}: {count}" for outcome, count in counts.items()), f"({time.monotonic() - started:.0f} s)"
     )
     if not names:
-        write_report(results)
+        shown = {name: r._replace(reason="") if r.outcome == "exact" else r for name, r in results.items()}
+        write_table("architectures", shown, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     return int(counts["wrong"] > 0 or (not names and counts["exact"] < ENOUGH))
 
 

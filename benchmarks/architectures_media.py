@@ -26,14 +26,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from mainspring.benchmarks import architectures_readers as readers
-from mainspring.benchmarks.architectures import MEDIA_HEADING, REPORT, Result, compared, one_line, result_lines, sweep
+from mainspring.benchmarks.architectures import Result, compared, one_line, sweep, write_table
 from mainspring.benchmarks.tiny_media import AUDIO, END, IMAGE, START, TINY, VIDEO, Inputs, build
 from mainspring.core.memory.updates import TableUpdate
 from mainspring.core.model.load.loader import _model_class, auto_class, refuse_config
@@ -481,24 +480,6 @@ def _without_media(worker: GenerationWorker) -> Result:
 # --- All of them ----------------------------------------------------------------------------------
 
 
-def write_report(results: dict[str, Result]) -> None:
-    """The last section of docs/models.md: the counts and one row for each architecture."""
-    lines = [
-        MEDIA_HEADING,
-        "",
-        f"The table lists every class of transformers {transformers.__version__} that takes images, video or sound in",
-        "a prompt, with tiny random models as above: greedy fp32 tokens of requests with no, one and two items that",
-        "share steps, one preempted and one with a cached prefix. `make architectures-media` writes the table.",
-        "Where all tokens of a prompt with media see each other (PaliGemma), one without media is causal, which is not",
-        "what `generate` computes; its requests have one and two items. Encoder-decoder classes that read text or hear",
-        "sound are in the table, too; each of their requests has one input for the encoder.",
-        "",
-        *result_lines(results, CLASSES),
-    ]
-    before = REPORT.read_text().partition(MEDIA_HEADING)[0].rstrip("\n")
-    REPORT.write_text(before + "\n\n" + "\n".join(lines) + "\n")
-
-
 def main(arguments: list[str]) -> int:
     started, write = time.monotonic(), "--write" in arguments
     names = [name for name in arguments if name != "--write"]
@@ -508,7 +489,7 @@ def main(arguments: list[str]) -> int:
         ", ".join(f"{outcome}: {count}" for outcome, count in counts.items()), f"({time.monotonic() - started:.0f} s)"
     )
     if write:
-        write_report(results)
+        write_table("architectures-media", results, CLASSES)
     return int(counts["wrong"] > 0 or (not names and counts["exact"] < ENOUGH))
 
 
