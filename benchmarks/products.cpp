@@ -196,8 +196,7 @@ static void check_type(unsigned seed) {
     check_shape<T>(300, 96, 770, rng);
     check_shape<T>(8, 96, 4096 + 33, rng);  // tiles of 6 and 2 rows
     check_shape<T>(13, 64, 9001, rng);
-    check_shape<T>(600, 64, 8192, rng);  // many blocks of rows
-    std::printf("%s: %d shapes\n", name_of<T>(), shapes + 9);
+    std::printf("%s: %d shapes\n", name_of<T>(), shapes + 8);
 }
 
 // Quantized: the bits equal those of a plain loop over the groups, with any number of rows.

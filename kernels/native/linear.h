@@ -1034,10 +1034,7 @@ struct LinearPlan {
     int panels, blocks;
     int grain;  // panels that go together
     int parts, own;  // for each thread; of these, its own
-    // Each thread packs x for itself, a block when it comes to it: of little, which is sooner done than waiting for others,
-    // or of many blocks, which are then in its L2 and never in memory.
-    bool alone;
-    int block_rows;
+    bool alone;  // one tile and little of it: each thread packs x for itself, which is sooner done than waiting for others
     size_t x_bytes, sums_bytes, piece_bytes;
 
     template <class Weight>
@@ -1054,11 +1051,9 @@ struct LinearPlan {
         grain = M <= 2 ? Weight::PANELS_AT_A_TIME : 1;
         parts = std::max(1, std::min(16, tiles.count * panels / (grain * num_threads)));
         own = num_threads == 1 ? parts : parts - parts / 4;
-        block_rows = ceil_div(tiles.count, blocks) * Weight::MAX_ROWS;
-        sums_bytes = weight.sums_bytes(block_rows);
-        block_rows = std::min(M, block_rows);
-        alone = (M <= 8 && M * weight.K <= Weight::ALONE) || (blocks >= 4 * num_threads && block_rows * num_threads <= M);
-        x_bytes = (alone ? block_rows * num_threads : M) * weight.row_bytes();
+        alone = M <= 8 && M * weight.K <= Weight::ALONE;
+        x_bytes = M * weight.row_bytes();
+        sums_bytes = weight.sums_bytes(ceil_div(tiles.count, blocks) * Weight::MAX_ROWS);
         piece_bytes = weight.piece_bytes();
     }
     int first_tile(int block) const { return share(tiles.count, block, blocks); }
@@ -1075,8 +1070,8 @@ struct LinearPlan {
         const int height = first_tile(block + 1) - first_tile(block);
         return {block, (before - first_tile(block) * panels) / (height * grain) * grain};
     }
-    // The workspace: packed x, of all or of a block of each thread, then each thread's own: sums, a piece of a panel.
-    size_t thread_bytes() const { return sums_bytes + piece_bytes; }
+    // The workspace: packed x of all, then each thread's own: sums, a piece of a panel, packed x where it packs alone.
+    size_t thread_bytes() const { return sums_bytes + piece_bytes + (alone ? x_bytes : 0); }
 };
 
 // Bytes of workspace, 64-byte aligned, that suffice for `linear` with any number of rows up to M.
@@ -1099,34 +1094,26 @@ void linear(const X* x, ptrdiff_t x_stride, int M, const Weight& weight, const E
     const LinearPlan plan(weight, M, num_threads);
     const Tiles& tiles = plan.tiles;
 
-    char* mine = (char*)workspace + plan.x_bytes + thread * plan.thread_bytes();
+    char* mine = (char*)workspace + (plan.alone ? 0 : plan.x_bytes) + thread * plan.thread_bytes();
     char* piece = mine + plan.sums_bytes;
-    char* packed = (char*)workspace;  // row 0
+    char* packed = plan.alone ? piece + plan.piece_bytes : (char*)workspace;
 
-    const auto pack = [&](int row, int end_row) {
-        for (; row < end_row; ++row) {
-            const int t = tiles.of(row), first = tiles.begin(t);
-            weight.pack(x + row * x_stride, packed + first * weight.row_bytes(), tiles.begin(t + 1) - first, row - first);
-        }
-    };
-    if (!plan.alone) pack(share(M, thread, num_threads), share(M, thread + 1, num_threads)), barrier();
-    int packed_block = -1;  // where each thread packs alone
+    const int end_row = plan.alone ? M : share(M, thread + 1, num_threads);
+    for (int row = plan.alone ? 0 : share(M, thread, num_threads); row < end_row; ++row) {
+        const int t = tiles.of(row), first = tiles.begin(t);
+        weight.pack(x + row * x_stride, packed + first * weight.row_bytes(), tiles.begin(t + 1) - first, row - first);
+    }
+    if (!plan.alone) barrier();
 
     constexpr int most = Weight::PANELS_AT_A_TIME;
     const auto multiply = [&](int part, int end_part) {
         const auto begin = plan.begin(part, num_threads), end = plan.begin(end_part, num_threads);
         for (int block = begin.block; block < plan.blocks && block <= end.block; ++block) {
-            const int first_tile = plan.first_tile(block), end_tile = plan.first_tile(block + 1);
             const int end_panel = block == end.block ? end.panel : plan.panels;
-            if (plan.alone && block != packed_block && end_panel) {
-                const int first_row = tiles.begin(first_tile);
-                packed = (char*)workspace + (thread * plan.block_rows - first_row) * (ptrdiff_t)weight.row_bytes();
-                pack(first_row, tiles.begin(end_tile)), packed_block = block;
-            }
             for (int p = block == begin.block ? begin.panel : 0, group; p < end_panel; p += group) {
                 group = M <= 2 && p + most <= end_panel && (p + most) * PANEL <= weight.N ? most : 1;
                 const int columns = std::min(PANEL, weight.N - p * PANEL);
-                weight.multiply(p, group, tiles, first_tile, end_tile, packed, (float*)mine, piece,
+                weight.multiply(p, group, tiles, plan.first_tile(block), plan.first_tile(block + 1), packed, (float*)mine, piece,
                                 [&](int row, int g, const float* sums) { epilogue(row, (p + g) * PANEL, sums, columns); });
             }
         }
