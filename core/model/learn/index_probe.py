@@ -8,7 +8,6 @@ needs to be known.
 from __future__ import annotations
 
 import inspect
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,9 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ....ipc.errors import UnsupportedModelError
 from ..run.indexed import Indexers
-from ..run.positions import positions_given, receivers
-from ..run.recurrent import cache_argument
-from .recurrent_probe import TOKENS, OwnCache
+from .recurrent_probe import TOKENS, OwnCache, noted_pass
 
 
 class _Noting(OwnCache):
@@ -60,14 +57,7 @@ def learn_indexers(model: PreTrainedModel) -> Indexers | None:
     if not any(hasattr(layer, "update_indexer") for layer in DynamicCache(config=model.config).layers):
         return None
     cache = _Noting(model.config)
-    ids = torch.arange(2, 2 + TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
-    positions = torch.arange(TOKENS, device=model.device)[None]
-    with ExitStack() as hooks:
-        for module in model.modules():
-            hooks.callback(module.register_forward_pre_hook(cache.enter, with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(cache.leave).remove)
-        inputs = hooks.enter_context(positions_given(receivers(model), positions))
-        model(input_ids=ids, use_cache=False, **inputs, **{cache_argument(model): cache})
+    noted_pass(model, cache)
     if not cache.found:
         return None
     indexers = Indexers()

@@ -54,7 +54,7 @@ class _Noting(OwnCache):
         self.running: list[nn.Module] = []
         self.touched: dict[nn.Module, set[int]] = {}
 
-    def enter(self, module: nn.Module, _: Any) -> None:
+    def enter(self, module: nn.Module, *_: Any) -> None:
         self.running.append(module)
 
     def leave(self, *_: Any) -> None:
@@ -89,20 +89,25 @@ def may_have_state(model: PreTrainedModel) -> bool:
     return "linear_attention" in types or any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
+def noted_pass(model: PreTrainedModel, cache: Any) -> None:
+    """A forward pass over a few tokens. The methods `enter` and `leave` of `cache` are hooks of each module."""
+    ids = torch.arange(2, 2 + TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
+    positions = torch.arange(TOKENS, device=model.device)[None]
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.callback(module.register_forward_pre_hook(cache.enter, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(cache.leave).remove)
+        inputs = hooks.enter_context(positions_given(receivers(model), positions))
+        model(input_ids=ids, use_cache=False, **inputs, **{cache_argument(model): cache})
+
+
 @torch.inference_mode()
 def learn_states(model: PreTrainedModel) -> StepStates | None:
     """Find the stateful modules of `model` and let them compute the sequences of a step; None if there are none."""
     if not may_have_state(model):
         return None
     cache = _Noting(model.config)
-    ids = torch.arange(2, 2 + TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
-    positions = torch.arange(TOKENS, device=model.device)[None]
-    with ExitStack() as hooks:
-        for module in model.modules():
-            hooks.callback(module.register_forward_pre_hook(cache.enter).remove)
-            hooks.callback(module.register_forward_hook(cache.leave).remove)
-        inputs = hooks.enter_context(positions_given(receivers(model), positions))
-        model(input_ids=ids, use_cache=False, **inputs, **{cache_argument(model): cache})
+    noted_pass(model, cache)
     found = {StateKey(layer, "recurrent"): state for layer, state in cache.linear.items()}
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin):
