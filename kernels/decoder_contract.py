@@ -304,37 +304,17 @@ class Decoder(Protocol):
 
 
 class LayeredDecoder:
-    """A decoder around another one's products. It runs layer by layer."""
+    """A decoder around another one's products. It runs layer by layer; all but the products is the other's own."""
 
     runs_steps = False
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
 
-    @property
-    def weights(self) -> Mapping[int, PackedWeight]:
-        return self._decoder.weights
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
 
-    def bind(self, caches: Sequence[LayerCache], sources: Sequence[int]) -> None:
-        self._decoder.bind(caches, sources)
-
-    def bind_states(self, states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._decoder.bind_states(states)
-
-    def move(self, ids: Mapping[int, int]) -> None:
-        self._decoder.move(ids)
-
-    def give_back(self) -> None:
-        self._decoder.give_back()
-
-    def experts(self, *args: Any) -> torch.Tensor:
-        return self._decoder.experts(*args)
-
-    def run(self, *_: Any, **__: Any) -> torch.Tensor:
+    def run(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
 
-    def repeat(self, *_: Any, **__: Any) -> tuple[torch.Tensor, list[RowScores], bool]:
-        raise NotImplementedError
-
-    def logits(self, *_: Any, **__: Any) -> torch.Tensor:
-        raise NotImplementedError
+    repeat = logits = run

@@ -7,7 +7,7 @@ linear layers. Which products are partial sums, or columns of which all are want
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -138,7 +138,7 @@ class ParallelBackend:
     def decoder(self, *args: Any, **kwargs: Any) -> Decoder | None:
         """See `Backend.decoder`."""
         decoder = None if self.parts else self.backend.decoder(*args, **kwargs)
-        return None if decoder is None else ParallelDecoder(decoder, self)
+        return None if decoder is None else cast(Decoder, ParallelDecoder(decoder, self))
 
 
 def adapters_of(backend: Backend) -> AdaptedBackend | None:
@@ -153,9 +153,6 @@ class ParallelDecoder(LayeredDecoder):
     def __init__(self, decoder: Decoder, parallel: ParallelBackend) -> None:
         super().__init__(decoder)
         self._parallel = parallel
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._decoder, name)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See `Decoder.linear`."""

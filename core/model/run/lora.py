@@ -105,7 +105,7 @@ class AdaptedBackend:
     def decoder(self, *args: Any, **kwargs: Any) -> Decoder | None:
         """See `Backend.decoder`."""
         decoder = self._backend.decoder(*args, **kwargs)
-        return None if decoder is None else AdaptedDecoder(decoder, self)
+        return None if decoder is None else cast(Decoder, AdaptedDecoder(decoder, self))
 
     def add(self, out: torch.Tensor, x: torch.Tensor, key: int) -> torch.Tensor:
         """Add to the product `out` of `x` what the step's adapters have for the weight `key` (see `Place`)."""
@@ -199,7 +199,7 @@ class AdaptedDecoder(LayeredDecoder):
         self.keys = {tensor: number for number, tensor in enumerate(decoder.weights)}
 
     def move(self, ids: Mapping[int, int]) -> None:
-        super().move(ids)
+        self._decoder.move(ids)
         self.keys = {ids.get(key, key): number for key, number in self.keys.items()}
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
