@@ -7,7 +7,6 @@ content that it prepares, so the supervisor knows of what it died. The next work
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -25,6 +24,7 @@ import msgspec
 from .config import EngineConfig
 from .errors import InvalidArgumentError
 from .media_messages import MediaLaunch
+from .supervisor import end_process
 from .transport import Endpoints, Waker, address_at, describe_exit, ipc_path, place_of, process_fd, readable
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class MediaWorkers:
         workers, self._workers = self._workers, []
         for one in workers:
             if one.process is not None:
-                _end(one.process)
+                end_process(one.process, signal.SIGTERM, _END_SECONDS)
             if one.process_fd is not None:
                 os.close(one.process_fd)
             one.listener.close()
@@ -208,13 +208,3 @@ def _mark_file() -> int:
     """A file without a name, which outlives the workers that write to it."""
     with tempfile.TemporaryFile(prefix="mainspring-mark-", buffering=0) as file:
         return os.dup(file.fileno())
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

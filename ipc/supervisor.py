@@ -253,7 +253,7 @@ class Supervisor:
                     self._behind = f" ({behind})" if behind else ""
                     text = "the core (pid %d) has made no progress for %.0f s%s: killed"
                     logger.error(text, process.pid, silent_s, self._behind)
-                    _end_process(process, signal.SIGABRT, ABORT_SECONDS)  # faulthandler writes down where it hangs
+                    end_process(process, signal.SIGABRT, ABORT_SECONDS)  # faulthandler writes down where it hangs
         finally:
             self.ready = False
             if ended_fd is not None:
@@ -334,7 +334,7 @@ class Supervisor:
         self.ready = False
         if self._process is not None and self._process.poll() is None:
             self._journal.set_phase(Phase.DRAINING)  # as in `stop`
-            _end_process(self._process, signal.SIGTERM, END_SECONDS)
+            end_process(self._process, signal.SIGTERM, END_SECONDS)
         self._on_state = None  # a reference to the owner of this object
         if self._process is not None:
             self._tell_end()
@@ -387,7 +387,7 @@ def _read_exactly(fd: int, size: int) -> bytes | None:
     return data
 
 
-def _end_process(process: subprocess.Popen[bytes], signum: int, seconds: float) -> None:
+def end_process(process: subprocess.Popen[bytes], signum: int, seconds: float) -> None:
     """Send a signal, and kill the process if it has not ended `seconds` later."""
     process.send_signal(signum)
     try:
