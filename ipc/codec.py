@@ -67,11 +67,11 @@ def encode(message: Any, instance_id: bytes, epoch: int, tensors: Sequence[np.nd
     return frames
 
 
-def decode(frames: Sequence[Frame], max_body_bytes: int = MAX_BODY_BYTES) -> Envelope:
+def decode(frames: Sequence[Frame]) -> Envelope:
     """Raises `ProtocolError`, and nothing else, for anything that is not a message of this protocol version."""
     header = read_header(frames)
-    if len(frames[1]) > max_body_bytes:
-        raise ProtocolError(f"a body of {len(frames[1])} bytes; the limit is {max_body_bytes}")
+    if len(frames[1]) > MAX_BODY_BYTES:
+        raise ProtocolError(f"a body of {len(frames[1])} bytes; the limit is {MAX_BODY_BYTES}")
     message = read_body(header.kind, frames[1])
     return Envelope(header.instance_id, header.epoch, message, frames[2:])
 
