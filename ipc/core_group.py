@@ -29,7 +29,6 @@ from .transport import Endpoints, ipc_address, make_runtime_dir, remove_runtime_
 
 logger = logging.getLogger(__name__)
 
-JOINED_SECONDS = 5.0  # after which all frontends know of a core that has joined, so that their calls reach it
 LEAVE_SECONDS = 0.5  # from when frontends are told that a core takes no more requests until it begins to drain
 
 
@@ -195,22 +194,7 @@ class CoreGroup:
         if number < self._wanted:
             self._siblings.listen({number: self._listening(number)})
         self._let_leave(leaving)
-        later = threading.Timer(JOINED_SECONDS, self._compare, (one,))
-        later.daemon = True
-        later.start()
         self._keep(one)
-
-    def _compare(self, one: Supervisor) -> None:
-        """Start a core that has joined again if it lacks what users have set at another one: a call may have been sent
-        before its frontend knew of the core."""
-        with self._lock:
-            number = one.launch.number
-            other = next((other for other in self.running if other.ready and other is not one), one)
-            if _of_all(other.launch.state) == _of_all(one.launch.state) or one not in self.running or self._stopping:
-                return
-            logger.info("core %d starts again: the engine's state changed while it joined", number)
-            self._let_leave((number,))
-            self._in_thread(number, self._join, number, self._threads.get(number))
 
     def _load(self, number: int) -> Supervisor | None:
         """Start a further core. It begins with the state that users have set. If they set another one while it loads,

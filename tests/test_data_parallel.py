@@ -27,7 +27,6 @@ from daemons import Daemon, run, short_folder
 from mainspring import LLM, EngineArgs, LLMEngine, SamplingParams
 from mainspring.core.features.moved import MovedRequests
 from mainspring.core.loop import EngineCore
-from mainspring.ipc import core_group
 from mainspring.ipc.async_client import AsyncClient
 from mainspring.ipc.client import connect
 from mainspring.ipc.config import EngineConfig, ModelConfig, ParallelConfig, ServiceConfig
@@ -634,27 +633,6 @@ def test_a_further_core_has_the_state_that_was_set_while_it_loaded(daemon: tuple
         scaling.result()
     client.close()
     assert group.supervisors[1].launch.state.paused
-
-
-def test_a_core_that_missed_a_pause_while_it_joined_gets_it(
-    daemon: tuple[CoreGroup, str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group, address, _ = daemon
-    monkeypatch.setattr(core_group, "JOINED_SECONDS", 0.1)
-    client = SyncClient(Connection(admin_of(address)))
-    listen = group._siblings.listen
-
-    def pause_and_listen(cores: dict[int, Any]) -> None:
-        if 1 in cores and not group.first.launch.state.paused:
-            client.call("pause_generation")  # the core that joins has been compared before
-            assert eventually(lambda: group.first.launch.state.paused, GUARD)
-        listen(cores)
-
-    monkeypatch.setattr(group._siblings, "listen", pause_and_listen)
-    scale(2, address)
-    client.close()
-    assert eventually(lambda: group.supervisors[1].launch.state.paused and group.supervisors[1].ready, GUARD)
-    assert group.supervisors[1].launch.restarts == 0, "it did not crash"
 
 
 def test_an_address_that_is_claimed_is_not_claimed_again(daemon: tuple[CoreGroup, str, Path]) -> None:
