@@ -1,4 +1,4 @@
-// The two products of attention, for a tile of keys and values and a block of query rows (six to sixteen at most).
+// The two products of attention, for a tile of keys and values and a block of query rows: up to 6, 12 or 16.
 //
 // Scores: one number (or pair of bf16) of each row, broadcast, times a vector of LANES keys: so keys are transposed, into a
 // buffer. Weighted values: a weight (or the weights of two neighbouring keys), broadcast, times a vector along the value's
@@ -74,7 +74,7 @@ class Ahead {
 // `step` adds to each lane one term (fp32) or two (bf16), from 32 bits of either factor.
 struct Fp32Math {
     static constexpr bool TILES = false;  // of AMX
-    static constexpr int PER_STEP = 1, BLOCK_ROWS = LANES == 16 ? 12 : 6;  // more rows widen fewer keys and values
+    static constexpr int PER_STEP = 1, BLOCK_ROWS = LANES == 16 ? 12 : 6;  // of more rows, a key or value is widened less often
     static F32 step(F32 sum, I32 a, I32 b) { return fma(from_bits(a), from_bits(b), sum); }
     static F32 exp2_of(F32 x) { return exp2(x); }
     static void store_weights(uint32_t* row, const F32* weights, int vectors) {
