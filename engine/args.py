@@ -27,6 +27,7 @@ from ..ipc.config import (
     FieldInfo,
     ParallelConfig,
     PoolerConfig,
+    Quantization,
     Section,
     SpeculativeConfig,
     StructuredOutputsConfig,
@@ -70,10 +71,7 @@ class EngineArgs:
     revision: str | None = _default("revision")
     tokenizer_revision: str | None = _default("tokenizer_revision")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _default("dtype")
-    quantization: (
-        Literal["int8", "int8-dynamic", "int4", "awq", "gptq", "bitsandbytes", "mxfp4", "fp8", "compressed-tensors"]
-        | None
-    ) = _default("quantization")
+    quantization: Quantization | None = _default("quantization")  # noqa: RUF009
     seed: int = _default("seed")
     max_model_len: int | None = _default("max_model_len")
     max_logprobs: int = _default("max_logprobs")

@@ -12,6 +12,9 @@ import msgspec
 
 from .errors import ModelNotFoundError
 
+Quantization = Literal[
+    "int8", "int8-dynamic", "int4", "awq", "gptq", "bitsandbytes", "mxfp4", "fp8", "compressed-tensors", "modelopt"
+]  # fmt: skip
 SET_BY_CORE = object()  # marks, in a field's annotation, a field that the core sets and users can't
 
 
@@ -40,13 +43,12 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         "Dtype of weights and activations; `auto`: the checkpoint's own.",
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "int8-dynamic", "int4", "awq", "gptq", "bitsandbytes", "mxfp4", "fp8", "compressed-tensors"]
-        | None,
+        Quantization | None,
         "`int8`, `int8-dynamic`, `int4`, `bitsandbytes` (NF4, 4 bits): round the weights as they are loaded, for "
         "native kernels on a CPU. The inputs of int8 and int4 products are rounded to 8 bits as well, in groups of at "
         "most 128 values with a scale each; `int8-dynamic` has one scale for a row of inputs and one for a row of "
-        "weights, which is faster and coarser. `awq`, `gptq`, `mxfp4`, `fp8`, `compressed-tensors`: require such a "
-        "checkpoint. Quantized checkpoints are recognised without this option, too.",
+        "weights, which is faster and coarser. `awq`, `gptq`, `mxfp4`, `fp8`, `compressed-tensors`, `modelopt`: "
+        "require such a checkpoint. Quantized checkpoints are recognised without this option, too.",
     ] = None
     seed: Annotated[int, "Seed of `load_format=dummy` weights."] = 0
     max_model_len: Annotated[int | None, "Most tokens of a request, prompt and output; none: the model's."] = None

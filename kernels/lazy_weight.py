@@ -22,6 +22,7 @@ from .decoder_contract import Packed, QuantizedWeight
 Pack = Callable[[QuantizedWeight, torch.dtype], Packed]
 """See `Backend.pack`."""
 SHORTEST = 32  # inputs of a group that kernels take
+SHORTEST_CODED = 16  # the same where numbers stand for others, in a codebook
 _SAMPLED = 8  # weights of a stack
 
 
@@ -164,7 +165,7 @@ class Piece(Leaf):
         start, end, group, short = self._start, self._end, numbers.shape[1] // scales.shape[1], 0
         if self._dim == 1:
             short = math.gcd(group, start, end)
-            if short < SHORTEST:
+            if short < (SHORTEST if codebook is None else SHORTEST_CODED):
                 raise ValueError(f"a part of a quantized weight would have groups of {short} inputs")
 
         def part(x: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": Fals
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [32, 48]}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
 FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 # QLoRA, appendix E
@@ -161,19 +162,52 @@ def compressed_of(weight: torch.Tensor, bits: int = 4, group: int | None = GROUP
     return tensors, stands_for
 
 
+def rounded_to_fp4(groups: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[…, groups, group]`` and a scale for each group → two numbers in a byte, and what all stand for."""
+    scaled = groups / scales[..., None]
+    codes = (scaled.abs()[..., None] - FP4_VALUES).abs().argmin(-1)
+    stands_for = FP4_VALUES[codes] * scaled.sign() * scales[..., None]
+    codes = codes + 8 * (scaled < 0)
+    return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8), stands_for
+
+
 def mxfp4_of(weight: torch.Tensor) -> Layer:
     """Of experts ``[experts, in, out]``."""
     groups = weight.float().transpose(1, 2).unflatten(2, (-1, 32))
     exponents = groups.abs().amax(-1).log2().floor() - 2
-    scaled = groups / exponents.exp2()[..., None]
-    codes = (scaled.abs()[..., None] - FP4_VALUES).abs().argmin(-1)
-    stands_for = FP4_VALUES[codes] * scaled.sign() * exponents.exp2()[..., None]
-    codes = codes + 8 * (scaled < 0)
-    tensors = {
-        "blocks": (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8),
-        "scales": (exponents + 127).to(torch.uint8),
-    }
+    blocks, stands_for = rounded_to_fp4(groups, exponents.exp2())
+    tensors = {"blocks": blocks, "scales": (exponents + 127).to(torch.uint8)}
     return tensors, stands_for.flatten(2).transpose(1, 2).contiguous()
+
+
+def fp4_of(weight: torch.Tensor, maker: str = "compressed-tensors", group: int = 16) -> Layer:
+    """NVFP4, or with groups of 32 MXFP4, of one of two makers."""
+    groups = weight.float().view(len(weight), -1, group)
+    tensors = {}
+    if group == 32:
+        exponents = groups.abs().amax(-1).log2().floor() - 2
+        scales, tensors["weight_scale"] = exponents.exp2(), (exponents + 127).to(torch.uint8)
+    else:
+        outer = weight.float().abs().max() / (6 * 448)
+        tensors["weight_scale"] = (groups.abs().amax(-1) / (6 * outer)).to(torch.float8_e4m3fn)
+        if maker == "modelopt":
+            tensors["weight_scale_2"] = outer
+        else:
+            tensors["weight_global_scale"] = outer = 1 / outer.view(1)
+            outer = 1 / outer
+        scales = tensors["weight_scale"].float() * outer
+    packed, stands_for = rounded_to_fp4(groups, scales)
+    tensors["weight" if maker == "modelopt" else "weight_packed"] = packed.flatten(1)
+    tensors["input_scale" if maker == "modelopt" else "input_global_scale"] = torch.ones(1)
+    return tensors, stands_for.flatten(1)
+
+
+def mxfp8_of(weight: torch.Tensor) -> Layer:
+    groups = weight.float().view(len(weight), -1, 32)
+    exponents = groups.abs().amax(-1).log2().floor() - 8
+    numbers = (groups / exponents.exp2()[..., None]).to(torch.float8_e4m3fn)
+    tensors = {"weight": numbers.flatten(1), "weight_scale": (exponents + 127).to(torch.uint8)}
+    return tensors, (numbers.float() * exponents.exp2()[..., None]).flatten(1)
 
 
 def make_mxfp4(folder: Path, **fields: Any) -> tuple[Path, Path, dict[str, torch.Tensor]]:

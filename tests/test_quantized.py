@@ -32,6 +32,7 @@ from mainspring.core.model.load.quantized_forms import (
     CompressedTensors,
     Fp8,
     Gptq,
+    ModelOpt,
     Mxfp4,
     unpack,
 )
@@ -53,17 +54,20 @@ from quantized_folders import (
     COMPRESSED,
     FP8,
     GPTQ,
+    MODELOPT,
     Layer,
     Values,
     awq_of,
     bnb_of,
     compressed_of,
+    fp4_of,
     fp8_of,
     gptq_of,
     make_awq,
     make_mxfp4,
     make_quantized,
     mxfp4_of,
+    mxfp8_of,
     pack_columns,
     pack_in_order,
 )
@@ -620,6 +624,88 @@ def test_fp8_of_compressed_tensors_has_a_scale_for_each_row(native: NativeBacken
     assert torch.equal(*logits)
 
 
+# ------------------------------------------------------------------ FP4 and FP8 of compressed-tensors and ModelOpt
+
+FP4_GROUPS = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}}}}
+MXFP8_GROUPS = {"config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "group_size": 32}}}}
+
+
+@pytest.mark.parametrize("form", [CompressedTensors((128, 128)), ModelOpt((128, 128))], ids=lambda form: form.method)
+@pytest.mark.parametrize("group", [16, 32])
+def test_a_weight_of_fp4_is_its_number_times_two_scales(form: CompressedTensors, group: int) -> None:
+    weight = torch.randn(40, 96, generator=torch.Generator().manual_seed(0))
+    tensors, values = fp4_of(weight, form.method, group)
+    named = {f"a.{end}": tensor for end, tensor in tensors.items()}
+    weights = PackedWeights(named, form)
+    assert weights.sources == set(named)
+    assert torch.equal(weights.plain("a.weight"), values)
+    assert weights.has_numbers("a.weight")
+    with pytest.raises(UnsupportedModelError, match=r"'a' has FP4 numbers and scales of \[40, 48\] and \[40, 7\]"):
+        PackedWeights({**named, "a.weight_scale": tensors["weight_scale"].repeat(1, 3)[:, :7]}, form)
+
+
+@needs_native
+@pytest.mark.parametrize("maker", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("group", [16, 32])
+def test_a_checkpoint_of_fp4_is_the_plain_model_that_it_stands_for(
+    native: NativeBackend, maker: str, group: int, tmp_path: Path
+) -> None:
+    config = MODELOPT if maker == "modelopt" else {**COMPRESSED, **FP4_GROUPS}
+    path, plain, values = make_quantized(tmp_path, partial(fp4_of, maker=maker, group=group), config)
+    model, exact = (load(each, native, dtype="float32") for each in (path, plain))
+    for name, value in values.items():
+        torch.testing.assert_close(model.parameters.get(name).half(), value, rtol=1e-3, atol=0)
+    packed = model.whole.decoder.weights  # type: ignore[union-attr]
+    kinds = [weight.kind for weight in packed.values()]
+    assert (kinds.count(FP4_KIND), kinds.count(NF4)) == ((2 * 3, 2) if group == 32 else (0, 2 * 4)), (
+        "gate and up are NF4's"
+    )
+    # those of FP4 round their inputs to 8 bits
+    assert error_of(logits_of(model, native), logits_of(exact, native)) < (0.05 if group == 32 else 1e-3)
+
+
+@needs_native
+@pytest.mark.parametrize("rows", ["one scale", "rows", "blocks", "groups"])
+def test_fp8_of_modelopt_has_scales_of_several_shapes(native: NativeBackend, rows: str, tmp_path: Path) -> None:
+    def of_layer(weight: torch.Tensor) -> Layer:
+        if rows == "groups":
+            return mxfp8_of(weight)
+        blocks = {"one scale": (*weight.shape,), "rows": None, "blocks": (128, 128)}[rows]
+        tensors, values = fp8_of(weight, blocks, "weight_scale")
+        shape = {"one scale": (), "rows": (-1,), "blocks": (len(tensors["weight_scale"]), 1, -1, 1)}[rows]
+        return {**tensors, "weight_scale": tensors["weight_scale"].view(shape)}, values
+
+    algorithm = {"one scale": "FP8", "rows": "fp8_per_channel_per_token", "blocks": "fp8_pb_wo", "groups": "MXFP8"}[
+        rows
+    ]
+    path, plain, _ = make_quantized(tmp_path, of_layer, {**MODELOPT, "quant_algo": algorithm})
+    logits = [logits_of(load(each, native, dtype="float16"), native) for each in (path, plain)]
+    assert torch.equal(*logits)
+
+
+@needs_native
+def test_exponents_of_compressed_tensors_scale_fp8(native: NativeBackend, tmp_path: Path) -> None:
+    path, plain, _ = make_quantized(tmp_path, mxfp8_of, {**COMPRESSED, **MXFP8_GROUPS})
+    logits = [logits_of(load(each, native, dtype="float16"), native) for each in (path, plain)]
+    assert torch.equal(*logits)
+
+
+@needs_native
+def test_modelopt_may_tell_of_its_form_in_a_file_of_its_own(native: NativeBackend, tmp_path: Path) -> None:
+    path, plain, _ = make_quantized(tmp_path, partial(fp4_of, maker="modelopt"), MODELOPT)
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    told = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    (path / "hf_quant_config.json").write_text(json.dumps(told))
+    model, exact = (load(each, native, dtype="float32") for each in (path, plain))
+    assert error_of(logits_of(model, native), logits_of(exact, native)) < 1e-3
+    told["quantization"]["quant_algo"] = "W4A8_AWQ"  # type: ignore[index]
+    (path / "hf_quant_config.json").write_text(json.dumps(told))
+    with pytest.raises(UnsupportedModelError, match=r"quantized \(modelopt, w4a8_awq\)"):
+        load(path, native)
+
+
 # ------------------------------------------------------------------ media
 
 
@@ -658,6 +744,7 @@ def test_the_config_of_a_model_with_media_tells_in_one_of_several_places_that_it
         (gptq_of, GPTQ, 4),
         (bnb_of, BNB, NF4),
         (partial(compressed_of, bits=16, group=None), COMPRESSED, 8),
+        (partial(fp4_of, maker="modelopt"), MODELOPT, NF4),
     ],
 )
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])

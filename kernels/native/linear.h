@@ -877,7 +877,7 @@ void quantize_weight(const T* weight, int N, int K, int group, char* packed, int
 
 // ---------------------------------------------------------------- 4-bit weights with a codebook
 
-// Groups of 32, 64, … values along K of one column share a scale; w = scale * codebook[q], 16 numbers of any kind. They are
+// Groups of 16, 32, … values along K of one column share a scale; w = scale * codebook[q], 16 numbers of any kind. They are
 // looked up in registers, and x, widened to fp32, is not rounded: two instructions for 16 weights (five for 8 with AVX2),
 // then one for each row. The sum of a group is fp32, in order of K; the groups' sums, times their scales, are added up in
 // order of K.
@@ -891,7 +891,7 @@ struct Coded {
     static constexpr int PER_WORD = 8, CODES = 16;
 
     const char* data;  // as `pack_coded` left it
-    int N, K, group;   // group: a multiple of 32, and K one of it
+    int N, K, group;   // group: a multiple of 16, and K one of it
 
     int groups() const { return K / group; }
     size_t values_bytes() const { return (size_t)group / PER_WORD * PANEL * 4; }

@@ -13,7 +13,7 @@ import torch
 
 from .. import host_memory
 from ..decoder_contract import FP4, INT8_ROWS, NF4, QuantizedWeight
-from ..lazy_weight import LazyWeight, Unpacked
+from ..lazy_weight import SHORTEST, SHORTEST_CODED, LazyWeight, Unpacked
 from ..prefault import CHUNK_BYTES
 from .build import function
 
@@ -155,13 +155,14 @@ def pack_quantized(
     library: ctypes.CDLL, weight: QuantizedWeight, dtype: torch.dtype, gated: bool = False
 ) -> PanelWeight:
     """A weight that is quantized already, with fp16 scales and zeros where it has no codebook; `dtype` is that of the
-    rows it is to take. Raises ValueError where a group is no multiple of 32, and otherwise as `pack`."""
+    rows it is to take. Raises ValueError where a group is no multiple of 32, with a codebook of 16, and otherwise as
+    `pack`."""
     q, scales, zeros, codebook = weight
-    group = q.shape[1] // scales.shape[1]
-    if group * scales.shape[1] != q.shape[1] or group % GROUPS[-1]:
-        raise ValueError(f"{q.shape[1]} values in {scales.shape[1]} groups; a group must be a multiple of {GROUPS[-1]}")
+    group, shortest = q.shape[1] // scales.shape[1], SHORTEST if codebook is None else SHORTEST_CODED
+    if group * scales.shape[1] != q.shape[1] or group % shortest:
+        raise ValueError(f"{q.shape[1]} values in {scales.shape[1]} groups; a group must be a multiple of {shortest}")
     kind = NF4 if codebook is not None else 8 if zeros is None else 4
-    if not gated and _fits_fp4(weight):
+    if not gated and group % SHORTEST == 0 and _fits_fp4(weight):
         kind = FP4_KIND
     packed = _allocate(library, q, kind, group, dtype, gated)
     packed._pack_numbers(weight)

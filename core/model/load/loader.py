@@ -104,7 +104,10 @@ def load_model(
     """
     config = read_config(model_config, load_config)
     name = model_config.model or ""
-    form = settle_quantization(model_config.quantization, config, name, backend or ReferenceBackend())
+    form = settle_quantization(
+        model_config.quantization, config, name, backend or ReferenceBackend(),
+        model_config.revision or "main", load_config.download_dir,
+    )  # fmt: skip
     refuse_config(config, name)
     auto = auto_class(config)
     model_class = _model_class(config, model_config, auto)

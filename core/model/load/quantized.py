@@ -7,11 +7,13 @@ with plain weights, which take more memory. quantized_forms.py knows how integer
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,9 +37,11 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")  # in the name of a tensor
 EXPANDED = "the checkpoint's quantized weights are computed with as plain ones, which take more memory"
 
 
-def settle_quantization(asked: str | None, config: PreTrainedConfig, name: str, backend: Backend) -> Form | None:
+def settle_quantization(
+    asked: str | None, config: PreTrainedConfig, name: str, backend: Backend, revision: str, cache_dir: str | None
+) -> Form | None:
     """The form of the checkpoint's quantized weights; None: it is a plain one. Its own `config`, or the part of it that
-    is about the language model, loses the word of it.
+    is about the language model, loses the word of it. Older checkpoints of ModelOpt have a file of its own for it.
 
     Raises:
         InvalidArgumentError: the checkpoint, or the backend, can't be had as `asked`.
@@ -48,11 +52,14 @@ def settle_quantization(asked: str | None, config: PreTrainedConfig, name: str, 
             f"quantization is {asked!r}, which needs the native backend on a CPU; this is the {backend.name} backend"
         )
     told = [part for part in (config, config.get_text_config()) if getattr(part, "quantization_config", None)]
-    if not told:
+    own: Any = told[0].quantization_config if told else None
+    offline = {"_raise_exceptions_for_connection_errors": False}
+    if not told and (file := _optional_file(name, "hf_quant_config.json", revision, cache_dir, **offline)):
+        own = {"quant_method": "modelopt", **json.loads(Path(file).read_text())}
+    if own is None:
         if asked is not None and asked not in BITS:
             raise InvalidArgumentError(f"quantization is {asked!r}, but {name} is no checkpoint of that form")
         return None
-    own: Any = told[0].quantization_config
     form = form_of(own if isinstance(own, dict) else own.to_dict(), name)
     if asked not in (None, form.method, *BITS):
         raise already_quantized(asked, name, form)
@@ -190,13 +197,18 @@ def read_experts(name: str, revision: str | None, cache_dir: str | None) -> dict
 def _mapped(name: str, revision: str | None, cache_dir: str | None) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, in the memory of its files: the single one if it is there, as in transformers.
     Raises OSError if there are no safetensors files."""
-    where: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
-    optional: Any = {**where, "_raise_exceptions_for_missing_entries": False}
-    single = cached_file(name, SAFE_WEIGHTS_NAME, **optional)
-    index = None if single else cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **optional)
+    single = _optional_file(name, SAFE_WEIGHTS_NAME, revision, cache_dir)
+    index = None if single else _optional_file(name, SAFE_WEIGHTS_INDEX_NAME, revision, cache_dir)
     files: Any = [single]
     if index is not None:
-        files, _ = get_checkpoint_shard_files(name, index, **where)
+        files, _ = get_checkpoint_shard_files(name, index, revision=revision, cache_dir=cache_dir)
     elif single is None:
         raise OSError(f"it has no {SAFE_WEIGHTS_NAME}")
     return {key: tensor for file in files for key, tensor in load_file(file).items()}  # it maps, and reads nothing
+
+
+def _optional_file(name: str, file: str, revision: str | None, cache_dir: str | None, **more: bool) -> str | None:
+    missing: Any = {"_raise_exceptions_for_missing_entries": False, **more}
+    folder = str(Path(name).expanduser())
+    found: str | None = cached_file(folder, file, revision=revision, cache_dir=cache_dir, **missing)
+    return found

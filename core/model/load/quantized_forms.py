@@ -22,10 +22,17 @@ of 2 with a bias of 127. A number has a sign, 2 bits of exponent and one of mant
 FP8 has ``weight`` float8_e4m3fn [out, in] and ``weight_scale_inv``, what it is to be multiplied by: one number, or one
 for each block of so many rows and columns, as in DeepSeek-V3.
 
-compressed-tensors has ``weight_scale`` [out, groups], or one number, beside one of these: ``weight_packed`` int32 [out,
-in * b / 32], integers of b bits along the inputs, the lowest bits first, more by half of their range than they stand
-for, with ``weight_zero_point`` int32 [out * b / 32, groups] in the same form unless it is symmetric; ``weight`` int8;
-or ``weight`` float8_e4m3fn.
+compressed-tensors has ``weight_scale`` [out, groups], or one number, beside one of these:
+
+- ``weight_packed`` int32 [out, in * b / 32], integers of b bits along the inputs, the lowest bits first, more by half
+  of their range than they stand for, with ``weight_zero_point`` int32 [out * b / 32, groups] in the same form unless it
+  is symmetric;
+- ``weight`` int8, or float8_e4m3fn;
+- ``weight_packed`` uint8 [out, in / 2], numbers of FP4 as in MXFP4. In NVFP4 their scales are float8_e4m3fn, for groups
+  of 16, and divided by the number ``weight_global_scale``.
+
+Scales of uint8 are exponents, as in MXFP4. ModelOpt has the same, but that FP4 is in ``weight``, and its scales are
+multiplied by ``weight_scale_2``.
 """
 
 from __future__ import annotations
@@ -42,15 +49,17 @@ import torch.nn.functional as F
 
 from ....ipc.errors import UnsupportedModelError
 from ....kernels.decoder_contract import FP4, QuantizedWeight
-from ....kernels.lazy_weight import SHORTEST
+from ....kernels.lazy_weight import SHORTEST, SHORTEST_CODED
 
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 LONGEST = 128  # inputs of a group that kernels take well: inputs are rounded group by group, too
 SUPPORTED = (
-    "AWQ's (4 bits, gemm), GPTQ's (4 or 8 bits), bitsandbytes' (4 bits), MXFP4's of gpt-oss, FP8's and "
-    "compressed-tensors' (integers of 4 or 8 bits, FP8)"
+    "AWQ's (4 bits, gemm) and GPTQ's (4 or 8 bits), bitsandbytes' (4 bits), MXFP4's of "
+    "gpt-oss, FP8's, compressed-tensors' (integers of 4 or 8 bits, FP8, FP4) and ModelOpt's (FP8, FP4)"
 )
 FP8_BLOCK = (128, 128)  # rows and columns, where the config does not say
+MX_GROUP = 32
+MODELOPT = ("fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "mxfp8", "nvfp4", "w4a16_nvfp4", "mixed_precision")
 
 Parts = Mapping[str, torch.Tensor]  # the tensors of a linear layer by the end of their names
 
@@ -243,12 +252,10 @@ class Mxfp4(Form):
         return out, 32 * groups
 
     def read(self, parts: Parts) -> QuantizedWeight:
-        blocks = parts["blocks"]
-        numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
-        return QuantizedWeight(numbers, self._scales(parts), None, torch.tensor(FP4))
+        return fp4_weight(parts["blocks"], scale_values(parts["scales"]))
 
     def plain(self, parts: Parts) -> torch.Tensor:
-        scales, dtype = self._scales(parts), self.dtype(parts)
+        scales, dtype = scale_values(parts["scales"]), self.dtype(parts)
         codes = torch.tensor(FP4, dtype=dtype)
         of_byte = torch.stack((codes.repeat(16), codes.repeat_interleave(16)), dim=1)  # the two values
         experts, out, groups, _ = parts["blocks"].shape
@@ -260,10 +267,6 @@ class Mxfp4(Form):
 
     def dtype(self, parts: Parts) -> torch.dtype:
         return torch.bfloat16  # in which they are exact
-
-    def _scales(self, parts: Parts) -> torch.Tensor:
-        exponents = parts["scales"].int() - 127
-        return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
 
 
 @dataclass
@@ -292,13 +295,21 @@ class CompressedTensors(IntegerForm):
     method = "compressed-tensors"
     marks = ("weight_scale",)
     needs = ()
-    may_have = ("weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx", "weight", "input_scale")
+    may_have = (
+        "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx", "weight", "weight_global_scale",
+        "input_scale", "input_global_scale",
+    )  # fmt: skip
 
     def misfit(self, parts: Parts) -> str | None:
         if "weight_packed" not in parts and "weight" not in parts:
             return "a weight_scale, but neither weight nor weight_packed"
+        if (packed := self._fp4(parts)) is not None:
+            shape, groups = list(packed.shape), parts["weight_scale"].shape
+            if len(shape) == len(groups) == 2 and shape[0] == groups[0] and 2 * shape[1] % groups[1] == 0:
+                return None
+            return f"FP4 numbers and scales of {shape} and {list(groups)}"
         if not self._is_integer(parts):
-            return fp8_misfit(parts["weight"], parts["weight_scale"], self.block)
+            return fp8_misfit(parts["weight"], self._fp8_scales(parts), self.block)
         bits, (out, inputs) = self.bits_of(parts), self.shape(parts)
         scales = parts["weight_scale"]
         groups = scales.numel() // out if scales.numel() > 1 else 1
@@ -307,15 +318,24 @@ class CompressedTensors(IntegerForm):
         return f"integers of {bits} bits [{out}, {inputs}] and scales of {list(scales.shape)}"
 
     def has_numbers(self, parts: Parts) -> bool:
+        if self._fp4(parts) is not None:
+            return self.shape(parts)[1] // parts["weight_scale"].shape[1] % SHORTEST_CODED == 0
         return self._is_integer(parts) and super().has_numbers(parts)
 
+    def read(self, parts: Parts) -> QuantizedWeight:
+        if (packed := self._fp4(parts)) is not None:
+            return fp4_weight(packed, scale_values(parts["weight_scale"]) * self._outer_scale(parts))
+        return super().read(parts)
+
     def plain(self, parts: Parts) -> torch.Tensor:
+        if self._fp4(parts) is not None:
+            return self.read(parts).values()
         if self._is_integer(parts):
             return super().plain(parts)
-        return fp8_values(parts["weight"], parts["weight_scale"], self.block)
+        return fp8_values(parts["weight"], self._fp8_scales(parts), self.block)
 
     def dtype(self, parts: Parts) -> torch.dtype:
-        return parts["weight_scale"].dtype
+        return torch.bfloat16 if self._fp4(parts) is not None else parts["weight_scale"].dtype
 
     def bits_of(self, parts: Parts) -> int:
         packed = parts.get("weight_packed")
@@ -327,6 +347,8 @@ class CompressedTensors(IntegerForm):
         return parts["weight"].view(torch.uint8) ^ 128
 
     def shape(self, parts: Parts) -> tuple[int, int]:
+        if (packed := self._fp4(parts)) is not None:
+            return len(packed), 2 * packed.shape[1]
         if "weight_packed" in parts:
             return len(parts["weight_packed"]), int(parts["weight_shape"][1])
         out, inputs = parts["weight"].shape
@@ -346,6 +368,36 @@ class CompressedTensors(IntegerForm):
 
     def _is_integer(self, parts: Parts) -> bool:
         return "weight_packed" in parts or parts["weight"].dtype == torch.int8
+
+    def _fp4(self, parts: Parts) -> torch.Tensor | None:
+        """Its numbers, if they are of FP4."""
+        packed = parts.get("weight_packed", parts.get("weight"))
+        return packed if packed is not None and packed.dtype == torch.uint8 else None
+
+    def _fp8_scales(self, parts: Parts) -> torch.Tensor:
+        return parts["weight_scale"]
+
+    def _outer_scale(self, parts: Parts) -> torch.Tensor | float:
+        return 1 / parts["weight_global_scale"].float() if "weight_global_scale" in parts else 1
+
+
+class ModelOpt(CompressedTensors):
+    method = "modelopt"
+    needs = ("weight",)
+    may_have = ("weight_scale_2", "input_scale")
+
+    def _fp8_scales(self, parts: Parts) -> torch.Tensor:
+        scales = parts["weight_scale"]  # of rows [out]; or of blocks, [out / rows, 1, in / columns, 1]
+        return (
+            scales[:, None]
+            if scales.dim() == 1 < scales.numel()
+            else scales[:, 0, :, 0]
+            if scales.dim() == 4
+            else scales
+        )
+
+    def _outer_scale(self, parts: Parts) -> torch.Tensor | float:
+        return parts["weight_scale_2"].float() if "weight_scale_2" in parts else 1
 
 
 def form_of(config: Mapping[str, Any], name: str) -> Form:
@@ -369,6 +421,10 @@ def form_of(config: Mapping[str, Any], name: str) -> Form:
         return Fp8((rows, columns))
     if method == "compressed-tensors" and (compressed := _compressed(config)) is not None:
         return compressed
+    if method == "modelopt":
+        kind = str(config.get("quantization", config).get("quant_algo")).lower()
+        if kind in MODELOPT:
+            return ModelOpt((1, MX_GROUP) if kind == "mxfp8" else FP8_BLOCK)
     more = "".join(f", {word}" for word in (bits and f"{bits} bits", kind) if word)
     raise UnsupportedModelError(f"{name} is quantized ({method}{more}); of quantized checkpoints {SUPPORTED} are read")
 
@@ -377,9 +433,12 @@ def _compressed(config: Mapping[str, Any]) -> CompressedTensors | None:
     """None: weights are of numbers that are not known, or are more than rounded."""
     groups = [group.get("weights") or {} for group in config.get("config_groups", {}).values()]
     kinds = {(group.get("type", "int"), group.get("num_bits", 8)) for group in groups}
-    blocks = {tuple(group["block_structure"]) for group in groups if group.get("block_structure")} or {FP8_BLOCK}
+    blocks = {tuple(group["block_structure"]) for group in groups if group.get("block_structure")}
+    blocks |= {(1, group["group_size"]) for group in groups if group.get("num_bits") == 8 and group.get("group_size")}
+    blocks = blocks or {FP8_BLOCK}
     sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
-    if kinds - {("int", 4), ("int", 8), ("float", 8)} or len(blocks) > 1 or sparse or config.get("transform_config"):
+    known = {("int", 4), ("int", 8), ("float", 4), ("float", 8)}
+    if kinds - known or len(blocks) > 1 or sparse or config.get("transform_config"):
         return None
     return CompressedTensors(blocks.pop())
 
@@ -391,9 +450,22 @@ def unpack(packed: torch.Tensor, bits: int, columns: tuple[int, ...] | None = No
     return (packed[..., None] >> (bits * order).int()).bitwise_and_((1 << bits) - 1).to(torch.uint8).flatten(1)
 
 
+def fp4_weight(packed: torch.Tensor, scales: torch.Tensor) -> QuantizedWeight:
+    """uint8 ``[out, …]``, two numbers in a byte, the first in its low half; scales fp32 ``[out, groups]``."""
+    numbers = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+    return QuantizedWeight(numbers, scales, None, torch.tensor(FP4))
+
+
+def scale_values(scales: torch.Tensor) -> torch.Tensor:
+    """fp32, of scales, or of exponents of 2 with a bias of 127."""
+    if scales.dtype != torch.uint8:
+        return scales.float()
+    return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - 127)
+
+
 def fp8_values(weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """fp32 ``[out, in]``: FP8 numbers times the scales of the whole, or of their rows or blocks."""
-    scales = scales.float()
+    scales = scale_values(scales)
     for dim, (size, length) in enumerate(zip(weight.shape, block, strict=True)):
         if scales.numel() > 1 and 1 < scales.shape[dim] < size:
             scales = scales.repeat_interleave(length, dim).narrow(dim, 0, size)
