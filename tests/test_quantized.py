@@ -34,6 +34,7 @@ from mainspring.core.model.load.quantized_forms import (
     Gptq,
     ModelOpt,
     Mxfp4,
+    form_of,
     unpack,
 )
 from mainspring.core.model.run.paged_model import PagedModel
@@ -325,6 +326,18 @@ def test_a_gptq_checkpoint_runs_with_its_own_numbers(
     for name, value in values.items():
         assert torch.equal(model.parameters.get(name).half(), value), name
     assert error_of(logits_of(model, native), logits_of(exact, native)) < 0.05, "inputs are rounded to 8 bits"
+
+
+@needs_native
+@pytest.mark.parametrize("packing", ["auto_gptq", "auto_awq"])
+def test_auto_round_packs_as_one_of_two_others(native: NativeBackend, packing: str, tmp_path: Path) -> None:
+    config = {"quant_method": "auto-round", "bits": 4, "packing_format": f"auto_round:{packing}"}
+    path, plain, _ = make_quantized(tmp_path, gptq_of if packing == "auto_gptq" else awq_of, config)
+    model, exact = load(path, native), load(plain, native, dtype="float32")
+    assert model.is_quantized
+    assert error_of(logits_of(model, native), logits_of(exact, native)) < 0.05, "inputs are rounded to 8 bits"
+    with pytest.raises(UnsupportedModelError, match=r"\(auto-round, 4 bits\)"):
+        form_of({**config, "extra_config": {"lm_head": {"bits": 16}, "model.layers.0.mlp.up_proj": {"bits": 8}}}, "a")
 
 
 def test_weights_of_gptq_that_kernels_do_not_take_are_plain() -> None:

@@ -54,11 +54,12 @@ from ....kernels.lazy_weight import SHORTEST, SHORTEST_CODED
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 LONGEST = 128  # inputs of a group that kernels take well: inputs are rounded group by group, too
 SUPPORTED = (
-    "AWQ's (4 bits, gemm) and GPTQ's (4 or 8 bits), bitsandbytes' (4 bits), MXFP4's of "
+    "AWQ's (4 bits, gemm) and GPTQ's (4 or 8 bits), also as AutoRound packs them, bitsandbytes' (4 bits), MXFP4's of "
     "gpt-oss, FP8's, compressed-tensors' (integers of 4 or 8 bits, FP8, FP4) and ModelOpt's (FP8, FP4)"
 )
 FP8_BLOCK = (128, 128)  # rows and columns, where the config does not say
 MX_GROUP = 32
+AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}  # how it packs
 MODELOPT = ("fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "mxfp8", "nvfp4", "w4a16_nvfp4", "mixed_precision")
 
 Parts = Mapping[str, torch.Tensor]  # the tensors of a linear layer by the end of their names
@@ -408,6 +409,9 @@ def form_of(config: Mapping[str, Any], name: str) -> Form:
     """
     method, bits = config.get("quant_method"), config.get("bits")
     kind = str(config.get("checkpoint_format") or config.get("version") or config.get("format") or "").lower()
+    others = {layer.get("bits", bits) for layer in (config.get("extra_config") or {}).values()}
+    if method == "auto-round" and others <= {bits, 16}:  # 16: not quantized
+        method = AUTO_ROUND.get(config.get("packing_format"), method)
     if method == "awq" and bits == 4 and kind in ("", "gemm"):
         return Awq()
     if method == "gptq" and bits in (4, 8) and kind in ("", "gptq", "gptq_v2") and not config.get("dynamic"):
