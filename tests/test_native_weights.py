@@ -215,7 +215,7 @@ def test_given_numbers_of_8_bits_have_their_zero_in_the_middle(library: ctypes.C
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
 @pytest.mark.parametrize("gated", [False, True])
 def test_numbers_of_a_codebook_are_looked_up_and_inputs_are_not_rounded(
     library: ctypes.CDLL, dtype: torch.dtype, group: int, gated: bool
