@@ -56,6 +56,7 @@ _SAMPLING: dict[str, dict[str, Any]] = {
     "stop": {"action": "append", "metavar": "TEXT", "help": "end before this text; may be given several times"},
     "ignore_eos": {"action": "store_true", "help": "go on to --max-tokens"},
 }
+_OF_BATCHES = ("tool_parser", "reasoning_parser", "chat_template", "default_chat_template_kwargs")  # of `serve`'s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,8 +121,7 @@ def _parser(given: Sequence[str] = ()) -> argparse.ArgumentParser:
     batch.add_argument("source", metavar="IN.jsonl", type=Path, help="the requests")
     batch.add_argument("target", metavar="OUT.jsonl", type=Path, help="the answers; the same command goes on with them")
     batch.add_argument("--max-concurrent", type=int, default=256, metavar="N", help="requests at once (default: 256)")
-    for name in ("tool_parser", "reasoning_parser"):
-        batch.add_argument(f"--{name.replace('_', '-')}", default="auto", help=serve_options.OPTIONS[name].doc)
+    add_flags(batch, map(serve_options.OPTIONS.__getitem__, _OF_BATCHES))
     daemon = _command(commands, "daemon", _daemon, "keep a core running that any number of frontends share", "INFO")
     daemon_options.add_cli_args(daemon)
     serve = _command(commands, "serve", _serve, "serve OpenAI's API over HTTP", "INFO")
@@ -286,13 +286,13 @@ def _batch(args: argparse.Namespace) -> ExitCode:
     from . import batch
 
     given = _llm_arguments(args)
-    options = serve_options.ServeOptions(
-        tool_parser=args.tool_parser,
-        reasoning_parser=args.reasoning_parser,
-        trust_request_chat_template=True,  # the file is the user's own
-        restart_wait=float("inf"),
+    options = serve_options.checked(
+        serve_options.ServeOptions(
+            trust_request_chat_template=True,  # the file is the user's own
+            restart_wait=float("inf"),
+            **{name: getattr(args, name) for name in _OF_BATCHES if hasattr(args, name)},
+        )
     )
-    serve_options.check_parsers(options)
     given.pop("reasoning_parser", None)  # which is an argument of vLLM's engine, too
     next(batch.requests_of(args.source), None)  # that it can't be read is said before a core is started
     address = given.pop("connect", None)

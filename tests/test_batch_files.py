@@ -214,6 +214,17 @@ def test_one_interrupt_ends_a_batch(daemon: Daemon, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_batch_has_a_chat_template(daemon: Daemon, tmp_path: Path) -> None:
+    text = request("text", "/v1/completions", prompt="a fox", add_special_tokens=False, return_token_ids=True)
+    source = write(tmp_path / "in", [request("chat", return_token_ids=True), text])
+    options = ("--chat-template", "{{ what }}", "--default-chat-template-kwargs", '{"what": "a fox"}')
+    code, errors = run(daemon, source, tmp_path / "out", *options)
+    assert code == 0, errors
+    bodies = {one["custom_id"]: one["response"]["body"] for one in answers(tmp_path / "out")}
+    assert bodies["chat"]["prompt_token_ids"] == bodies["text"]["choices"][0]["prompt_token_ids"]
+
+
+@pytest.mark.slow
 def test_a_batch_with_a_core_of_its_own(tmp_path: Path) -> None:
     source = write(tmp_path / "in", [request(f"r{at}") for at in range(4)])
     code, errors = run(None, source, tmp_path / "out", "--reasoning-parser", "none")

@@ -191,6 +191,39 @@ def test_continue_final_message(server: HttpServer) -> None:
     assert found.choices[0].message.content.startswith("is")
 
 
+def test_the_template_of_the_server_renders_all_chats(folder: Path, daemon: Daemon, tmp_path: Path) -> None:
+    (tmp_path / "template").write_text("{{ mood }} {{ reasoning_effort }} {{ messages[0].content }}")
+    defaults = ("--default-chat-template-kwargs", '{"mood": "glad", "reasoning_effort": "low"}')
+    options = ("--chat-template", str(tmp_path / "template"), *defaults)
+    (tmp_path / "keys").write_text(KEYS)  # each tenant has an engine of its own
+    tenants = ("--api-key-file", str(tmp_path / "keys"))
+    server = HttpServer(folder, "--connect", daemon.address, *options, *tenants).wait_ready()
+
+    def post(path: str, key: str = "sk-first", **body: Any) -> Any:
+        headers = {"authorization": f"Bearer {key}"}
+        found = httpx.post(f"{server.url}{path}", headers=headers, json=body, timeout=PATIENCE_S)
+        assert found.is_success, found.text
+        return found.json()
+
+    def prompt(key: str = "sk-first", **body: Any) -> str:
+        tokens = post("/tokenize", key, messages=QUESTION, **body)["tokens"]
+        return str(post("/detokenize", key, tokens=tokens)["prompt"])
+
+    try:
+        text = QUESTION[0]["content"]
+        assert prompt() == prompt("sk-heavy") == f"glad low {text}"
+        assert prompt(chat_template_kwargs={"mood": "sad"}) == f"sad low {text}"
+        assert prompt(reasoning_effort="high") == f"glad high {text}"
+        count = post("/tokenize", messages=QUESTION)["count"]
+        few = {"max_tokens": 1}
+        assert post("/v1/chat/completions", messages=QUESTION, **few)["usage"]["prompt_tokens"] == count
+        assert post("/v1/responses", input=text)["usage"]["input_tokens"] == count
+        assert post("/v1/messages", messages=QUESTION, **few)["usage"]["input_tokens"] <= count
+        assert post("/v1/messages/count_tokens", messages=QUESTION)["input_tokens"] == count
+    finally:
+        server.end()
+
+
 class Person(BaseModel):
     name: str
     age: int

@@ -586,6 +586,21 @@ def test_options(tmp_path: Path) -> None:
     assert options_of("--host", "::1")[0].host == "::1"
 
 
+def test_a_chat_template_is_a_file_or_a_text(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("{{ messages[0].content }}ü", encoding="utf-8")
+    (tmp_path / "wrong").write_text("{% if %}")
+    given = options_of("--chat-template", str(tmp_path / "file"), "--default-chat-template-kwargs", '{"a": {"b": 1}}')[
+        0
+    ]
+    assert given.chat_template == "{{ messages[0].content }}ü"
+    assert given.default_chat_template_kwargs == {"a": {"b": 1}}
+    assert options_of("--chat-template", "{{ a }}")[0].chat_template == "{{ a }}"
+    assert options_of()[0].chat_template is None
+    for wrong, says in ((tmp_path / "none", "No such file"), (tmp_path / "wrong", "line 1"), ("{% if %}", "line 1")):
+        with pytest.raises(InvalidArgumentError, match=f"chat_template.*{says}"):
+            options_of("--chat-template", str(wrong))
+
+
 # ---------------------------------------------------------------------- parameters
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
+
 from ..engine.args import EngineArgs, check_least, check_port
+from ..engine.text.chat_template import check_template
 from ..engine.text.response_formats import reasoning_format, tool_format
 from ..ipc.config import EngineConfig, Section, fields_of
-from ..ipc.errors import InvalidArgumentError
+from ..ipc.errors import InvalidArgumentError, shown
 from ..serve import daemon_options
 
 if TYPE_CHECKING:
@@ -39,6 +43,12 @@ class ServeOptions(Section, frozen=True, kw_only=True):
     ] = None
     tool_parser: Annotated[str, "Form of the model's tool calls, or none; auto: as its chat template shows."] = "auto"
     reasoning_parser: Annotated[str, "Form of the model's reasoning, or none; auto: as its template shows."] = "auto"
+    chat_template: Annotated[
+        str | None, "Chat template in place of the model's own: a file, or the text of the template."
+    ] = None
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any] | None, "Variables for the chat template; those in a request's chat_template_kwargs win."
+    ] = None
     trust_request_chat_template: Annotated[
         bool, "Render a chat_template that a request brings, though its loops may stop a worker."
     ] = False
@@ -99,10 +109,9 @@ def from_cli_args(args: argparse.Namespace) -> tuple[ServeOptions, EngineConfig 
     tag = args.model_tag
     if tag is not None and engine.setdefault("model", tag) != tag:
         raise InvalidArgumentError(f"the model is {tag} and {engine['model']}; give one")
-    options = ServeOptions(**own)
+    options = checked(ServeOptions(**own))
     check_port("port", options.port)
     check_least("workers", options.workers, 1)
-    check_parsers(options)
     for name in ("max_body_bytes", "body_timeout", "restart_wait", "drain_timeout"):
         if (given := getattr(options, name)) is not None:
             check_least(name, given, 0)
@@ -123,14 +132,24 @@ def from_cli_args(args: argparse.Namespace) -> tuple[ServeOptions, EngineConfig 
     return options, engine
 
 
-def check_parsers(options: ServeOptions) -> None:
-    """Refuse formats that there are not.
+def checked(options: ServeOptions) -> ServeOptions:
+    """The options with the text of the chat template in place of its file.
 
     Raises:
-        InvalidArgumentError: see above.
+        InvalidArgumentError: there is no such format of calls or reasoning, or the template can't be read.
     """
     tool_format(options.tool_parser, None)
     reasoning_format(options.reasoning_parser, None)
+    if (given := options.chat_template) is None:
+        return options
+    try:
+        text = Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if "{" not in given:
+            raise InvalidArgumentError(f"chat_template is {shown(given)}, which can't be read: {error}") from None
+        text = given
+    check_template(text)
+    return msgspec.structs.replace(options, chat_template=text)
 
 
 def is_loopback(host: str) -> bool:

@@ -93,7 +93,7 @@ class Site:
             one.digest: Tenant(one.name, one.weight, one.admin, self._connect, options.restart_wait) for one in keys
         }
         self._engine: AsyncLLMEngine | None = None
-        self._engine = engine or self._connect(first)
+        self._engine = self._connect(first) if engine is None else self._with_template(engine)
         first.use(self._engine)
         self.tenants = Tenants(first, by_key)
         counters = Counters(order.counters, order.rows, order.row)
@@ -134,6 +134,16 @@ class Site:
         )
         if order.options.api_key_file:  # how many tokens were cached would tell what others have asked
             engine.input_processor.salt = f"{tenant.name} "
+        return self._with_template(engine)
+
+    def _with_template(self, engine: AsyncLLMEngine) -> AsyncLLMEngine:
+        """The engine, whose conversations are rendered as the options say."""
+        options, tokenizer = self._order.options, engine.tokenizer
+        given, variables = options.chat_template, options.default_chat_template_kwargs or {}
+        if tokenizer is not None and (given is not None or variables):
+            template = tokenizer.get_chat_template(given)  # raises if the tokenizer renders none
+            tokenizer.chat_template = tokenizer.chat_template if given is None else template
+            tokenizer.template_variables = variables
         return engine
 
     def _connect_admin(self, tenant: Tenant) -> AsyncLLMEngine:

@@ -90,6 +90,18 @@ def render_chat(
     return _cut_at_mark(text, final) if continue_final_message else text
 
 
+def check_template(template: str) -> None:
+    """Raises:
+    InvalidArgumentError: a chat template has an error in its syntax.
+    """
+    import jinja2
+
+    try:
+        _compile(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise InvalidArgumentError(f"chat_template is no template: line {error.lineno}: {error}") from None
+
+
 def template_messages(messages: Any) -> Any:
     """Messages as chat templates expect them: arguments of calls as objects, which OpenAI's API has as texts, and the
     reasoning under each of its names."""

@@ -58,6 +58,7 @@ class Tokenizer:
     mask_token: str | None
     is_fast = True
     media: Mapping[str, str] = {}  # what the model takes beside text → the text for it in templates that know only text
+    template_variables: Mapping[str, Any] = {}  # what chat templates see where a caller gives no other value
     chats_in_tokens = False  # whether the prompt of a conversation is token ids, which no text encodes to
 
     def __init__(
@@ -344,7 +345,7 @@ class Tokenizer:
             render_chat(
                 template,
                 messages,
-                {**self.special_tokens_map, "documents": documents, **variables},
+                {**self.special_tokens_map, "documents": documents, **self.template_variables, **variables},
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
