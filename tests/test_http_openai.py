@@ -51,7 +51,7 @@ def daemon(folder: Path) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, daemon: Daemon) -> Iterator[HttpServer]:
-    started = HttpServer(folder, "--connect", daemon.address, "--served-model-name", "spring").wait_ready()
+    started = HttpServer(folder, "--connect", daemon.address, "--served-model-name", "spring", "summer").wait_ready()
     yield started
     started.end()
 
@@ -350,8 +350,9 @@ def test_adapters_come_and_go_for_all_workers(folder: Path, tmp_path: Path) -> N
 
 def test_models_and_what_else_is_told(server: HttpServer) -> None:
     client = server.client()
-    assert [model.id for model in client.models.list()] == ["spring"]
-    assert client.models.retrieve("spring").id == "spring"
+    assert [model.id for model in client.models.list()] == ["spring", "summer"]
+    assert client.models.retrieve("summer").id == "summer"
+    assert chat(server, model="summer", max_tokens=1).model == "spring"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("winter")
     told = httpx.get(f"{server.url}/metrics").text

@@ -381,6 +381,18 @@ def test_a_chat_template_of_a_request_is_refused_unless_they_are_trusted() -> No
     Service(*given, trusts_templates=True).check_template("{{ messages }}")
 
 
+def test_a_model_may_have_several_names() -> None:
+    adapters = SimpleNamespace(all=lambda: {"lora": "adapter"})
+    service = Service(*cast(Any, (None, None, "org/m", adapters, None)), aliases=["n", "org/m", "o"])
+    assert service.names == ["org/m", "n", "o"]
+    assert {service.model(asked) for asked in (None, "", "org/m", "n", "o")} == {("org/m", None)}
+    assert service.model("m") == ("m", None)
+    assert service.model("lora") == ("lora", "adapter")
+    assert service.is_base("o")
+    with pytest.raises(HttpError, match="'p' does not exist"):
+        service.model("p")
+
+
 def test_threads_are_limited_for_each_tenant_until_their_work_ends() -> None:
     goes_on, began = threading.Event(), list[int]()
 
@@ -542,7 +554,7 @@ def test_an_id_of_a_request_is_short() -> None:
 
 
 def options_of(*arguments: str) -> Any:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(conflict_handler="resolve")  # as `mainspring serve` has it
     serve_options.add_cli_args(parser)
     return serve_options.from_cli_args(parser.parse_args(arguments))
 
@@ -567,9 +579,15 @@ def test_options(tmp_path: Path) -> None:
     options, config = options_of("--max-num-seqs", "3", "--port", "0")
     assert (options.host, options.workers, config.scheduler_config.max_num_seqs) == ("127.0.0.1", 1, 3)
     options, frontend = options_of("--connect", "ipc:///x", "--served-model-name", "m")
-    assert frontend == {"served_model_name": "m"}
-    (tmp_path / "file.toml").write_text("[serve]\nport = 5\n[scheduler_config]\nmax_num_seqs = 7\n")
+    assert (frontend, options.model_aliases) == ({"served_model_name": "m"}, [])
+    options, config = options_of("--served-model-name", "m", "n", "o", "--port", "0")
+    assert (config.model_config.shown_name, options.model_aliases) == ("m", ["n", "o"])
+    (tmp_path / "file.toml").write_text(
+        "[serve]\nport = 5\nmodel_aliases = ['n']\n"
+        "[model_config]\nserved_model_name = 'm'\n[scheduler_config]\nmax_num_seqs = 7\n"
+    )
     options, config = options_of("--config", str(tmp_path / "file.toml"), "--workers", "2")
+    assert (config.model_config.shown_name, options.model_aliases) == ("m", ["n"])
     assert (options.port, options.workers, config.scheduler_config.max_num_seqs) == (5, 2, 7)
     for arguments, says in (
         (["--host", "0.0.0.0"], "api-key-file"),

@@ -41,6 +41,9 @@ class ServeOptions(Section, frozen=True, kw_only=True):
     lora_modules: Annotated[
         list[str] | None, "LoRA adapters, each NAME=FOLDER, or JSON as in vLLM; requests name one as their model."
     ] = None
+    model_aliases: Annotated[
+        list[str] | None, "Further names of the model; `--served-model-name A B C` gives these, too."
+    ] = None
     tool_parser: Annotated[str, "Form of the model's tool calls, or none; auto: as its chat template shows."] = "auto"
     reasoning_parser: Annotated[str, "Form of the model's reasoning, or none; auto: as its template shows."] = "auto"
     chat_template: Annotated[
@@ -90,6 +93,8 @@ def add_cli_args(command: argparse.ArgumentParser) -> None:
     import argparse
 
     daemon_options.add_cli_args(command, OPTIONS)
+    text = "names of the model; answers have the first (default: that of --model)"
+    command.add_argument("--served-model-name", nargs="+", default=argparse.SUPPRESS, metavar="NAME", help=text)
     command.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model MODEL")
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     for name, ours in VLLM_NAMES.items():
@@ -106,6 +111,9 @@ def from_cli_args(args: argparse.Namespace) -> tuple[ServeOptions, EngineConfig 
         MainspringError: as `EngineArgs.create_engine_config`; or options contradict each other.
     """
     own, engine = daemon_options.given_options(args, OPTIONS)
+    if isinstance(names := engine.get("served_model_name"), list) and names:
+        engine["served_model_name"] = names[0]
+        own["model_aliases"] = [*names[1:], *own.get("model_aliases", ())]
     tag = args.model_tag
     if tag is not None and engine.setdefault("model", tag) != tag:
         raise InvalidArgumentError(f"the model is {tag} and {engine['model']}; give one")

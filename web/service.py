@@ -35,6 +35,7 @@ class Service:
     adapters: models of their own in requests.
     readings: how answers to conversations are read.
     trusts_templates: whether requests may bring chat templates.
+    aliases: further names of the model.
     """
 
     def __init__(
@@ -45,17 +46,19 @@ class Service:
         adapters: ServedAdapters,
         readings: Readings,
         trusts_templates: bool = False,
+        aliases: Sequence[str] = (),
     ) -> None:
         self.tenants, self.counters = tenants, counters
         self.name, self.adapters, self.readings = name, adapters, readings
         self._trusts_templates = trusts_templates
+        self.names = list(dict.fromkeys((name, *aliases)))
         self._short_name = name.rstrip("/").rpartition("/")[2]
         self.created = int(time.time())
         self._longest_token: int | None = None  # characters
 
     def is_base(self, asked: str) -> bool:
         """Whether this names the model itself."""
-        return asked in (self.name, self._short_name)
+        return asked in (*self.names, self._short_name)
 
     def model(self, asked: str | None) -> tuple[str, LoRARequest | None]:
         """The name to answer with, and the adapter.
@@ -63,9 +66,9 @@ class Service:
         Raises:
             HttpError: there is no such model.
         """
-        if not asked:
+        if not asked or asked in self.names:
             return self.name, None
-        if self.is_base(asked):
+        if asked == self._short_name:
             return asked, None
         if (adapter := self.adapters.all().get(asked)) is not None:
             return asked, adapter

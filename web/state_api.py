@@ -44,8 +44,8 @@ class StateApi:
         engine, service = await request.tenant.engine(), self._service
         common = {"object": "model", "created": service.created, "owned_by": "mainspring"}
         longest = engine.engine_core.model.max_model_len
-        own = {"id": service.name, **common, "root": service.name, "parent": None, "max_model_len": longest}
-        found: list[dict[str, Any]] = [own]
+        own = {**common, "root": service.name, "parent": None, "max_model_len": longest}
+        found: list[dict[str, Any]] = [{"id": name, **own} for name in service.names]
         for name, adapter in service.adapters.all().items():
             more = {"root": adapter.lora_path, "parent": service.name, "max_model_len": longest}
             found.append({"id": name, **common, **more})

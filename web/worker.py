@@ -101,7 +101,8 @@ class Site:
         readings = Readings(options.tool_parser, options.reasoning_parser)
         readings.prepare(self._engine)
         trusts = options.trust_request_chat_template
-        self.service = Service(self.tenants, counters, shown, ServedAdapters(order.adapters), readings, trusts)
+        adapters, aliases = ServedAdapters(order.adapters), options.model_aliases or ()
+        self.service = Service(self.tenants, counters, shown, adapters, readings, trusts, aliases)
         self.admin = Tenant("administration", 1.0, True, self._connect_admin, options.restart_wait)
         self.forwarding = Forwarding(order.folder, order.row, order.rows)
         self.router = Router()
