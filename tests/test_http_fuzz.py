@@ -170,6 +170,7 @@ OWN: dict[str, dict[str, Any]] = {
         "tools": st.lists(FLAT | ANYTHING, max_size=2),
         "tool_choice": CHOICES,
         "max_output_tokens": st.integers(0, 6),
+        "include": st.lists(st.sampled_from(["message.output_text.logprobs", "x"]), max_size=2),
         "stream": st.booleans(),
         "text": st.builds(lambda schema: {"format": {"type": "json_schema", "name": "x", "schema": schema}}, SCHEMAS),
     },

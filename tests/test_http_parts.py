@@ -35,7 +35,7 @@ from mainspring.web.bodies import ChatBody, CompletionBody, listed_inputs, sampl
 from mainspring.web.counters import Counters, shared_file
 from mainspring.web.exchange import Answer, Events, Request, answer, event
 from mainspring.web.failures import HttpError, http_error
-from mainspring.web.logprobs import chat_logprobs, completion_logprobs
+from mainspring.web.logprobs import TextLogprobs, chat_logprobs, completion_logprobs
 from mainspring.web.openapi import document
 from mainspring.web.pooling import MAX_INPUTS, PoolingApi, RerankBody
 from mainspring.web.reader import Piece, delta_of, read_whole
@@ -778,6 +778,29 @@ def test_a_token_that_is_a_part_of_a_character_has_its_own_bytes() -> None:
         assert [one["top_logprobs"][0]["bytes"] for one in content] == own
     entries = [{0: Logprob(-1.0, 1, "\ufffd")}]
     assert chat_logprobs([0], entries, 0, WORDPIECE)["content"][0]["bytes"] == [*"\ufffd".encode()]
+
+
+def test_log_probabilities_are_taken_with_the_parts_of_a_text() -> None:
+    made = TextLogprobs()
+
+    def add(ids: list[int]) -> None:
+        made.add(ids, [{token: Logprob(-1.0, 1, LLAMA.decode(token))} for token in ids], 0, LLAMA)
+
+    def take(text: str) -> list[str]:
+        return [one["token"] for one in made.take(text)]
+
+    add(list(b"<a>bc</a> bc\xe2\x82\xac!?"))  # reasoning between marks, then content
+    assert take("bc") == ["b", "c"]
+    assert take("bc€!") == ["b", "c", "\ufffd", "\ufffd", "\ufffd", "!"]
+    assert take("") == []
+    assert take("rewritten") == ["?"]
+    assert take("more") == []
+    add([*b"a"])  # held back, with the next one
+    add([*b"b"])
+    assert take("ab") == ["a", "b"]
+    word = LLAMA.get_vocab()["▁Hello"]
+    add([word, word])
+    assert take("Hello Hello") == ["Hello", "Hello"]  # alone, they lose their spaces
 
 
 def test_streams_together_bring_all_outputs_and_are_closed() -> None:

@@ -85,6 +85,7 @@ RESPONSES: dict[str, dict[str, Any]] = {
     "plain": says("Yes."),
     "calls": {**says(TEXT), "tools": FLAT, "instructions": "Be short.", "metadata": {"a": "b"}, "user": "me"},
     "cut": {"max_output_tokens": 2, "temperature": 1, "top_p": 0.9, "truncation": "auto"},
+    "log probabilities": {**says("Yes."), "include": ["message.output_text.logprobs"], "top_logprobs": 1},
     "a schema": {"text": {"format": {"type": "json_schema", **NAMED}}, "reasoning": {"effort": "low"}},
     "a call that must be": {"tools": FLAT, "tool_choice": {"type": "function", "name": "weather"}},
     "required": {"tools": FLAT, "tool_choice": "required", "parallel_tool_calls": False, "store": False},

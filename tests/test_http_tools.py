@@ -269,6 +269,31 @@ def test_the_events_of_a_response_build_it_up(client: openai.OpenAI) -> None:
     assert client.responses.retrieve(final.id).output == final.output
 
 
+def test_log_probabilities_of_a_response(client: openai.OpenAI) -> None:
+    options: Any = {"tools": FLAT, "temperature": 0, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    found = respond(client, TEXT, **options)
+    assert found.top_logprobs == 2
+    part = found.output[1].content[0]
+    text = b"".join(bytes(one.bytes) for one in part.logprobs).decode()
+    assert "Let me look." in text
+    assert len(text) < len(TEXT) / 4
+    assert all(one.logprob <= 0 and len(one.top_logprobs) == 2 for one in part.logprobs)
+    events = list(respond(client, TEXT, stream=True, **options))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    streamed = [(one.token, round(one.logprob, 3)) for event in deltas for one in event.logprobs]
+    assert streamed == [(one.token, round(one.logprob, 3)) for one in part.logprobs]
+    assert all(event.logprobs for event in deltas)
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [one.token for one in done.logprobs] == [one.token for one in part.logprobs]
+    final = events[-1].response
+    assert len(final.output[1].content[0].logprobs) == len(streamed)
+    assert client.responses.retrieve(final.id).output == final.output
+    plain = respond(client, "Yes.", include=["reasoning.encrypted_content"], top_logprobs=2)
+    assert plain.output[0].content[0].logprobs == []
+    with pytest.raises(openai.BadRequestError, match="logprobs"):
+        respond(client, "Yes.", **{**options, "top_logprobs": 21})
+
+
 def test_a_conversation_is_remembered_by_whichever_worker_is_asked(client: openai.OpenAI) -> None:
     first = respond(client, CALL, tools=FLAT)
     call = first.output[0]

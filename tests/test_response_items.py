@@ -62,6 +62,20 @@ def test_pieces_become_items_and_a_message(size: int) -> None:
     }
 
 
+def test_each_part_of_text_has_its_own_log_probabilities() -> None:
+    items = Items(lambda text: [{"token": text}])
+    events = [*items.add(PIECES), *items.close("completed")]
+    texts = [["Let me ", "look."], ["Done."]]
+    assert [[one["token"] for one in items.output[at].get("content")[0]["logprobs"]] for at in (1, 4)] == texts
+    deltas = [one for one in events if one["type"] == "response.output_text.delta"]
+    assert all(one["logprobs"] == [{"token": one["delta"]}] for one in deltas)
+    done = [one["logprobs"] for one in events if one["type"] == "response.output_text.done"]
+    assert [[one["token"] for one in logprobs] for logprobs in done] == texts
+    added = [one["part"] for one in events if one["type"] == "response.content_part.added"]
+    assert all(not part.get("logprobs") for part in added)
+    assert "logprobs" not in items.output[0]["content"][0], "of reasoning"
+
+
 def test_pieces_become_blocks() -> None:
     blocks = _Blocks()
     events = [*blocks.add(PIECES), *blocks.close()]

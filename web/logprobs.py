@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from ..engine.request.outputs import Logprob
@@ -23,6 +25,37 @@ def chat_logprobs(
         shown, *top = (_one(one, entry[one], table) for one in (token, *_likeliest(entry, num_top)))
         content.append({**shown, "top_logprobs": top})
     return {"content": content, "refusal": None}
+
+
+class TextLogprobs:
+    """Log probabilities of an answer's tokens, to be taken with the parts of its text."""
+
+    def __init__(self) -> None:
+        self._tokens: list[tuple[bytes, dict[str, Any]]] = []  # that were not taken: bytes in the text, and entry
+
+    def add(
+        self, token_ids: Sequence[int], entries: Sequence[Entry], num_top: int, tokenizer: Tokenizer | None
+    ) -> None:
+        """More tokens. Arguments as `chat_logprobs`."""
+        table = None if tokenizer is None else piece_table(tokenizer)
+        for token, one in zip(
+            token_ids, chat_logprobs(token_ids, entries, num_top, tokenizer)["content"], strict=False
+        ):
+            self._tokens.append((bytes(one["bytes"]) if table is None else table[token], one))
+
+    def take(self, text: str) -> list[dict[str, Any]]:
+        """Those of the tokens that make up the next part of the text. Tokens before it, which are marks of the model's
+        form, are dropped. All tokens are taken if their bytes do not contain the text, because it was rewritten."""
+        tokens, part = self._tokens, text.encode()
+        if not tokens or not part:
+            return []
+        ends = [*accumulate(len(own) for own, _ in tokens)]
+        begin = b"".join(own for own, _ in tokens).find(part)
+        first, last = bisect_right(ends, begin), bisect_left(ends, begin + len(part)) + 1
+        if begin < 0:
+            first, last = 0, len(tokens)
+        self._tokens = tokens[last:]
+        return [one for _, one in tokens[first:last]]
 
 
 def completion_logprobs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..engine.text.response_reader import Piece
@@ -14,13 +15,19 @@ _TEXT_PART: dict[str, Any] = {"type": "output_text", "text": "", "annotations": 
 
 
 class Items:
-    """The output of a response. The item that is written last is open until another kind of piece comes."""
+    """The output of a response. The item that is written last is open until another kind of piece comes.
 
-    def __init__(self) -> None:
+    Args:
+        logprobs_of: gives the log probabilities of the tokens of the next part of content or reasoning.
+    """
+
+    def __init__(self, logprobs_of: Callable[[str], list[Any]] = lambda text: []) -> None:
         self.output: list[dict[str, Any]] = []
         self._kind: str | None = None  # of the open item
         self._texts: dict[str, list[str]] = {"content": [], "reasoning": []}
         self._calls: list[dict[str, Any]] = []
+        self._logprobs_of = logprobs_of
+        self._logprobs: list[Any] = []  # of the open item
 
     def add(self, pieces: list[Piece]) -> list[Event]:
         """More of the answer; its events, without numbers."""
@@ -38,8 +45,10 @@ class Items:
                 continue
             item["content"][0]["text"] += piece.text
             self._texts[piece.kind].append(piece.text)
+            logprobs = self._logprobs_of(piece.text)
             if piece.kind == "content":
-                events.append(self._event("response.output_text.delta", True, delta=piece.text, logprobs=[]))
+                self._logprobs += logprobs
+                events.append(self._event("response.output_text.delta", True, delta=piece.text, logprobs=logprobs))
             else:
                 events.append(self._event("response.reasoning_text.delta", True, delta=piece.text))
         return events
@@ -54,9 +63,11 @@ class Items:
             more = {"arguments": item["arguments"], "name": item["name"]}
             events = [self._event("response.function_call_arguments.done", **more)]
         else:
+            if self._kind == "content":
+                item["content"][0]["logprobs"] = self._logprobs
             part = dict(item["content"][0])
             events = [
-                self._event("response.output_text.done", True, text=part["text"], logprobs=[])
+                self._event("response.output_text.done", True, text=part["text"], logprobs=self._logprobs)
                 if self._kind == "content"
                 else self._event("response.reasoning_text.done", True, text=part["text"]),
                 self._event("response.content_part.done", True, part=part),
@@ -70,7 +81,7 @@ class Items:
         return assistant_message("".join(self._texts["content"]), "".join(self._texts["reasoning"]), self._calls)
 
     def _open(self, piece: Piece) -> list[Event]:
-        self._kind = piece.kind
+        self._kind, self._logprobs = piece.kind, []
         item: dict[str, Any]
         part: dict[str, Any] = {}
         if piece.kind == "tool":

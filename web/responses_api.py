@@ -41,6 +41,8 @@ class ResponseBody(GenerateBody, kw_only=True):
     conversation: Any = None
     prompt_template: Any = msgspec.field(default=None, name="prompt")
     chat_template_kwargs: dict[str, Any] | None = None
+    include: list[str] | None = None
+    top_logprobs: int | None = None
 
 
 class ResponsesApi:
@@ -69,8 +71,8 @@ class ResponsesApi:
         chat = _chat_body(body, messages)
         number = self._forwarding.marked(new_id("resp"))
         talk = await self._chat.begin(request, chat, "resp")
-        made = _Response(number, talk.model, body, Items())
         turn = Turn(request, talk)
+        made = _Response(number, talk.model, body, Items(turn.logprobs.take))
         stored = Stored(request.tenant.name, made.shown("in_progress"), messages, items)
         if body.stream:
             return Events(self._events(made, turn, stored), b"", made.failed)
@@ -205,6 +207,7 @@ class _Response:
             "temperature": body.temperature,
             "text": {"format": text.get("format") or {"type": "text"}},
             "tool_choice": body.tool_choice or "auto",
+            "top_logprobs": body.top_logprobs or 0,
             "tools": [{"parameters": None, "strict": None, **tool} for tool in body.tools or ()],
             "top_p": body.top_p,
             "truncation": "disabled",
@@ -259,6 +262,7 @@ def _chat_body(body: ResponseBody, messages: list[dict[str, Any]]) -> ChatBody:
             why = f"tools has one of type {tool.get('type')!r:.40}; this server has functions only"
             raise HttpError(400, why, "tools", "not_supported")
         tools.append({"type": "function", "function": {name: tool[name] for name in tool if name != "type"}})
+    logprobs = "message.output_text.logprobs" in (body.include or ())
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     return ChatBody(
         **shared,
@@ -267,5 +271,7 @@ def _chat_body(body: ResponseBody, messages: list[dict[str, Any]]) -> ChatBody:
         tool_choice=body.tool_choice,  # type: ignore[arg-type]
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=(body.reasoning or {}).get("effort"),
+        logprobs=logprobs,
+        top_logprobs=body.top_logprobs if logprobs else None,
         chat_template_kwargs=body.chat_template_kwargs,
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..engine.text.response_reader import Piece
 from .exchange import Request
+from .logprobs import TextLogprobs
 from .service import finish_reason
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ class Turn:
     """Attributes:
     reason: why it has ended: ``stop``, ``length`` or ``tool_calls``.
     stopped_by: the stop string that ended it.
+    logprobs: of the tokens so far, if the request asks for them.
     """
 
     def __init__(self, request: Request, talk: Conversation) -> None:
@@ -28,6 +30,7 @@ class Turn:
         self.reason: str | None = None
         self.stopped_by: str | None = None
         self.num_tokens = 0
+        self.logprobs = TextLogprobs()
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """The pieces as they come. The request is aborted if the iterator is closed before its end.
@@ -41,6 +44,9 @@ class Turn:
                 self._last, one = output, output.outputs[0]
                 self.num_tokens += len(one.token_ids)
                 self._request.num_tokens = self.num_tokens
+                if one.logprobs:
+                    top, tokenizer = self._talk.body.top_logprobs or 0, self._talk.tokenizer
+                    self.logprobs.add(one.token_ids, one.logprobs, top, tokenizer)
                 if reader is None:
                     pieces = [Piece("content", one.text)] if one.text else []
                 else:
