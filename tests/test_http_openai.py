@@ -141,6 +141,21 @@ def test_log_probabilities_of_a_chat(server: HttpServer) -> None:
     assert tokens == content
 
 
+def test_log_probabilities_of_token_ids(server: HttpServer) -> None:
+    more = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+    options: Any = {"logprobs": True, "top_logprobs": 1, "max_tokens": 3, "extra_body": more}
+    found = chat(server, **options).choices[0]
+    names = [f"token_id:{token}" for token in found.token_ids]
+    assert [one.token for one in found.logprobs.content] == names
+    assert [one.top_logprobs[0].token for one in found.logprobs.content] == names  # greedy
+    chunks = [chunk.choices[0] for chunk in chat(server, stream=True, **options)]
+    assert [one.token for choice in chunks if choice.logprobs for one in choice.logprobs.content] == names
+    given: Any = {"model": "spring", "prompt": "Once", "temperature": 0, "logprobs": 1, "max_tokens": 3}
+    text: Any = server.client().completions.create(**given, extra_body=more).choices[0]
+    assert text.logprobs.tokens == [f"token_id:{token}" for token in text.token_ids]
+    assert [*text.logprobs.top_logprobs[0]] == text.logprobs.tokens[:1]
+
+
 def test_log_probabilities_of_the_prompt_of_a_chat(server: HttpServer) -> None:
     found = chat(server, max_tokens=1, extra_body={"prompt_logprobs": 1, "return_token_ids": True})
     assert len(found.prompt_logprobs) == found.usage.prompt_tokens

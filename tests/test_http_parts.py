@@ -769,6 +769,22 @@ def test_log_probabilities() -> None:
     assert found["top_logprobs"] == [{"a": -0.5, "b": -0.7}]  # of all tokens
 
 
+def test_log_probabilities_may_name_tokens_by_their_ids() -> None:
+    entries = [{5: Logprob(-1.0, 2, "é"), 1: Logprob(-0.5, 1, "a")}]
+    found = chat_logprobs([5], entries, 1, as_ids=True)["content"][0]
+    assert (found["token"], found["bytes"], found["top_logprobs"][0]["token"]) == (
+        "token_id:5",
+        [0xC3, 0xA9],
+        "token_id:1",
+    )
+    assert completion_logprobs([9, 5], [None, *entries], 1, 4, "xy", as_ids=True) == {
+        "tokens": ["token_id:9", "token_id:5"],
+        "token_logprobs": [None, -1.0],
+        "top_logprobs": [None, {"token_id:1": -0.5, "token_id:5": -1.0}],
+        "text_offset": [4, 6],  # of the text
+    }
+
+
 def test_a_token_that_is_a_part_of_a_character_has_its_own_bytes() -> None:
     own = [[byte] for byte in "a€".encode()]
     for tokenizer, ids in ((PLAIN_BYTES, PLAIN_BYTES.encode("a€")), (LLAMA, list("a€".encode()))):
@@ -784,7 +800,8 @@ def test_log_probabilities_are_taken_with_the_parts_of_a_text() -> None:
     made = TextLogprobs()
 
     def add(ids: list[int]) -> None:
-        made.add(ids, [{token: Logprob(-1.0, 1, LLAMA.decode(token))} for token in ids], 0, LLAMA)
+        entries = [{token: Logprob(-1.0, 1, LLAMA.decode(token))} for token in ids]
+        made.add(ids, chat_logprobs(ids, entries, 0, LLAMA)["content"], LLAMA)
 
     def take(text: str) -> list[str]:
         return [one["token"] for one in made.take(text)]

@@ -78,6 +78,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
     vllm_xargs: dict[str, Any] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in log probabilities
     add_special_tokens: bool | None = None
 
     @property

@@ -41,6 +41,11 @@ class Conversation(msgspec.Struct):
     readers: Callable[[], MessageReader] | None
     tokenizer: Any  # Tokenizer, or None
 
+    def logprobs(self, one: CompletionOutput) -> dict[str, Any]:
+        """The log probabilities of an output's tokens."""
+        top, as_ids = self.body.top_logprobs or 0, bool(self.body.return_tokens_as_token_ids)
+        return chat_logprobs(one.token_ids, one.logprobs or (), top, self.tokenizer, as_ids)
+
 
 class ChatApi:
     def __init__(self, service: Service) -> None:
@@ -166,7 +171,7 @@ async def _whole(request: Request, talk: Conversation) -> dict[str, Any]:
         choice = {"index": one.index, "message": message, "logprobs": None, "finish_reason": reason}
         choice |= _details(talk.body, one)
         if one.logprobs is not None:
-            choice["logprobs"] = chat_logprobs(one.token_ids, one.logprobs, talk.body.top_logprobs or 0, talk.tokenizer)
+            choice["logprobs"] = talk.logprobs(one)
         choices.append(choice)
         generated += len(one.token_ids)
     request.num_tokens = generated
@@ -279,7 +284,7 @@ def _deltas(
     """The deltas of an output, and more fields of each one's choice: log probabilities and ids with the first."""
     more: dict[str, Any] = {}
     if one.logprobs:
-        more["logprobs"] = chat_logprobs(one.token_ids, one.logprobs, talk.body.top_logprobs or 0, talk.tokenizer)
+        more["logprobs"] = talk.logprobs(one)
     if talk.body.return_token_ids:
         more["token_ids"] = one.token_ids
     if not own:

@@ -64,7 +64,8 @@ class _Sent:
                 ids = output.prompt_token_ids or []
                 token_ids, entries = [*ids, *token_ids], [*self._told.get(number, ()), *entries]
         if entries is not None:
-            logprobs = completion_logprobs(token_ids, entries, body.logprobs or 0, offset, begin)
+            as_ids = bool(body.return_tokens_as_token_ids)
+            logprobs = completion_logprobs(token_ids, entries, body.logprobs or 0, offset, begin, as_ids)
         self._offsets[index] = offset + len(text)
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         choice["stop_reason"] = one.stop_reason

@@ -45,8 +45,7 @@ class Turn:
                 self.num_tokens += len(one.token_ids)
                 self._request.num_tokens = self.num_tokens
                 if one.logprobs:
-                    top, tokenizer = self._talk.body.top_logprobs or 0, self._talk.tokenizer
-                    self.logprobs.add(one.token_ids, one.logprobs, top, tokenizer)
+                    self.logprobs.add(one.token_ids, self._talk.logprobs(one)["content"], self._talk.tokenizer)
                 if reader is None:
                     pieces = [Piece("content", one.text)] if one.text else []
                 else:
