@@ -206,6 +206,20 @@ def test_continue_final_message(server: HttpServer) -> None:
     assert found.choices[0].message.content.startswith("is")
 
 
+def test_the_message_that_is_continued_may_be_echoed(server: HttpServer) -> None:
+    messages = [*QUESTION, {"role": "assistant", "content": "Par"}]
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    plain = chat(server, messages, extra_body=more)
+    whole = chat(server, messages, extra_body={**more, "echo": True})
+    text = f"Par{plain.choices[0].message.content}"
+    assert whole.choices[0].message.content == text
+    assert whole.usage.completion_tokens == plain.usage.completion_tokens
+    stream = chat(server, messages, n=2, stream=True, extra_body={**more, "echo": True})
+    assert streamed(stream) == {0: text, 1: text}
+    asked = chat(server, extra_body={"echo": True}).choices[0].message.content  # the last message is the user's
+    assert asked == chat(server).choices[0].message.content
+
+
 def test_the_template_of_the_server_renders_all_chats(folder: Path, daemon: Daemon, tmp_path: Path) -> None:
     (tmp_path / "template").write_text("{{ mood }} {{ reasoning_effort }} {{ messages[0].content }}")
     defaults = ("--default-chat-template-kwargs", '{"mood": "glad", "reasoning_effort": "low"}')

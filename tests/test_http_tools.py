@@ -230,6 +230,22 @@ def test_wrong_tools_are_a_bad_request(client: openai.OpenAI, options: Any, mess
         chat(client, **options)
 
 
+def test_a_message_that_is_echoed_stands_before_what_is_read(client: openai.OpenAI) -> None:
+    messages = [*ASK, {"role": "assistant", "content": "Let me see."}]
+    more = {**says(CALL), "echo": True, "continue_final_message": True}
+    for stream in (False, True):
+        found = client.chat.completions.create(
+            model="tiny", messages=messages, tools=TOOLS, max_tokens=600, stream=stream, extra_body=more
+        )
+        messages_of = [
+            choice.delta if stream else choice.message
+            for one in (found if stream else [found])
+            for choice in one.choices
+        ]
+        assert "".join(one.content or "" for one in messages_of) == "Let me see."
+        assert any(one.tool_calls for one in messages_of)
+
+
 # ---------------------------------------------------------------------- responses
 
 

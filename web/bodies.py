@@ -100,6 +100,7 @@ class CompletionBody(GenerateBody, kw_only=True):
 
 class ChatBody(GenerateBody, kw_only=True):
     messages: list[dict[str, Any]]
+    echo: bool | None = False
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = None

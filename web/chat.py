@@ -41,6 +41,13 @@ class Conversation(msgspec.Struct):
     readers: Callable[[], MessageReader] | None
     tokenizer: Any  # Tokenizer, or None
 
+    @property
+    def echoed(self) -> str:
+        """What an answer begins with: with `echo`, the last message, if it is the model's and a text."""
+        last = self.body.messages[-1] if self.body.echo else {}
+        content = last.get("content")
+        return content if last.get("role") == "assistant" and isinstance(content, str) else ""
+
     def logprobs(self, one: CompletionOutput) -> dict[str, Any]:
         """The log probabilities of an output's tokens."""
         top, as_ids = self.body.top_logprobs or 0, bool(self.body.return_tokens_as_token_ids)
@@ -167,6 +174,8 @@ async def _whole(request: Request, talk: Conversation) -> dict[str, Any]:
         if reader is not None:
             message |= read_whole(reader, one.text, one.token_ids)
             reasoned += reader.num_reasoning_tokens
+        if talk.echoed:
+            message["content"] = talk.echoed + (message["content"] or "")
         reason = _reason(talk.body, one, reader)
         choice = {"index": one.index, "message": message, "logprobs": None, "finish_reason": reason}
         choice |= _details(talk.body, one)
@@ -261,7 +270,7 @@ async def _events(request: Request, talk: Conversation) -> AsyncIterator[bytes]:
                 request.num_tokens = generated
                 if not begun[index]:
                     begun[index] = True
-                    yield chunk(index, {"role": "assistant", "content": ""})
+                    yield chunk(index, {"role": "assistant", "content": talk.echoed})
                 if plain:
                     if one.text:
                         yield starts[index] + json_of(one.text) + tail
