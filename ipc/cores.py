@@ -161,7 +161,7 @@ class Cores:
     def start_call(self, method: str, args: Sequence[Any], arrays: Sequence[Array] = ()) -> int:
         """As of a connection. The result is that of all cores together, see `_joined`."""
         present = {number: one for number, one in self._all.items() if number not in self._leaving and not one.error}
-        saves = method == "collective_rpc" and args[:1] == ["save_sharded_state"]
+        saves = method == "collective_rpc" and "save_sharded_state" in args[:1]
         if method in ONE_ANSWERS or saves or not present:
             ready = (one for one in present.values() if one.ready_at is not None)
             any_one = next(ready, next(iter(present.values()), self._first))

@@ -669,6 +669,8 @@ def test_a_call_goes_to_every_core_and_its_results_are_joined(start: Callable[..
     one = start(3)
     assert one.client.call("echo", 4, 5) == [4, 5] * 3
     assert one.client.call("check_request", 1) == [1], "one core answers for all"
+    assert one.client.call("collective_rpc", "save_sharded_state") == ["save_sharded_state"], "one has all weights"
+    assert one.client.call("collective_rpc", "other") == ["other"] * 3
     with pytest.raises(InvalidRequestError, match="this is refused"):
         one.client.call("refuse")
     one.kill(2)
