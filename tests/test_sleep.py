@@ -14,11 +14,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 
 import tiny
 from harness import make_core, message, run_core
+from late_device import LateDevice
 from mainspring import AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from mainspring.core.plan.control import SetParameters, Sleep, Wake
+from mainspring.core.worker import worker
 from mainspring.ipc.codec import encode_value
 from mainspring.ipc.errors import InvalidArgumentError, InvalidRequestError
 from mainspring.ipc.messages import DesiredState, Outputs
@@ -220,6 +223,42 @@ def test_copies_of_weights_for_sums_of_parts_do_not_outlast_a_sleep(tmp_path: Pa
             assert not backend.pieces
             engine.wake_up()
         assert found[0] == found[1]
+
+
+def test_weights_that_share_memory_share_it_after_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "device_for", LateDevice)  # weights go to host memory, as from a GPU
+    path = str(tiny.make("llama", tmp_path / "model", tie_word_embeddings=True))
+    args = EngineArgs(path, skip_tokenizer_init=True, attention_backend="reference")
+    with LLMEngine.from_engine_args(args, enable_multiprocessing=False) as engine:
+        model = engine.engine_core.core.worker.model.model  # type: ignore[attr-defined]
+        whole = model.get_input_embeddings().weight
+        part = torch.nn.Parameter(whole.detach()[8:, ::2], requires_grad=False)  # as several GPUs cut a tied layer
+        model.register_parameter("part", part)
+        before = whole.clone()
+        engine.sleep(1)
+        assert engine.engine_core.core.worker._on_host  # type: ignore[attr-defined]
+        engine.wake_up()
+        assert torch.equal(whole, before)
+        with torch.no_grad():
+            whole.add_(1)
+        assert torch.equal(part, before[8:, ::2] + 1)
+
+
+def test_tensors_move_all_or_none() -> None:
+    tensors, allocated = [torch.ones(3), torch.ones(4)], list[torch.Tensor]()
+
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if allocated:
+            raise MemoryError
+        allocated.append(torch.zeros(shape, dtype=dtype))
+        return allocated[-1]
+
+    before = [tensor.data_ptr() for tensor in tensors]
+    with pytest.raises(MemoryError):
+        worker.move(tensors, allocate)
+    assert [tensor.data_ptr() for tensor in tensors] == before
+    assert len(worker.move(tensors, lambda shape, dtype: torch.zeros(shape, dtype=dtype))) == 2
+    assert [tensor.tolist() for tensor in tensors] == [[1.0] * 3, [1.0] * 4]
 
 
 def test_copies_of_weights_for_sums_of_parts_change_with_the_weights(tmp_path: Path) -> None:

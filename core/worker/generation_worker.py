@@ -54,6 +54,7 @@ from .worker import (
     lay_out,
     load_paged,
     lora_limits,
+    move,
     row_errors,
     tensors_of,
     with_ranks,
@@ -121,7 +122,7 @@ class GenerationWorker(LocalWorker):
         self.decisions.fusing = model.decisions
         self._model = model
         self._media = MediaItems(model, self._verify_media)
-        self._on_host: list[tuple[torch.Tensor, torch.Tensor]] = []  # sleeping weights, and their copies in host memory
+        self._on_host: list[torch.Tensor] = []  # host memory of sleeping weights
         self._drafter: Drafter | None = None
         self._due: deque[StepPlan | Control] = deque()  # of a last stage: steps to make, and what is to be dropped then
         self._made: deque[StepResult] = deque()  # of steps that were made before they were waited for
@@ -156,6 +157,10 @@ class GenerationWorker(LocalWorker):
         if self._dropped or self._on_host:
             raise InvalidRequestError("the weights sleep: call wake_up first")
         return self._model
+
+    @property
+    def _models(self) -> list[PagedModel]:
+        return [self._model, *([self._draft.model] if self._draft else [])]
 
     @property
     def runner(self) -> ModelRunner:
@@ -297,7 +302,7 @@ class GenerationWorker(LocalWorker):
             self._runner = self._drafter = None
         if self._loras is not None:
             self._loras.forget()
-        models = [self._model, *([self._draft.model] if self._draft else [])]
+        models = self._models
         if level == 2 and not self._dropped:
             self._dropped, self._on_host = True, []
             for model in models:
@@ -307,9 +312,7 @@ class GenerationWorker(LocalWorker):
                 if model.streamed is not None:
                     model.streamed.sleep(drop=True)
         elif self._copies.asynchronous and not (self._on_host or self._dropped):
-            tensors = [x for model in models for x in _resident(model)]
-            self._on_host = [(x, self._copies.host_blocks(tuple(x.shape), x.dtype).copy_(x.data)) for x in tensors]
-            empty(tensors)
+            self._on_host = move([x for model in models for x in _resident(model)], self._copies.host_blocks)
             if self._model.streamed is not None:
                 self._model.streamed.sleep()
         self._collect()
@@ -331,10 +334,9 @@ class GenerationWorker(LocalWorker):
                     self._model.streamed.wake(model.streamed)
             self._draft = load_draft(self._config, self._model, self.layout) if self._leads else None
             self._dropped = False
-        if weights:
-            for tensor, held in self._on_host:
-                tensor.data = held.to(self._device)
-            if self._on_host and self._model.streamed is not None:
+        if weights and self._on_host:
+            move([x for model in self._models for x in _resident(model)], self._copies.zeros)
+            if self._model.streamed is not None:
                 self._model.streamed.wake()
             self._on_host = []
         if kv_cache and self._runner is None:

@@ -444,6 +444,26 @@ def empty(tensors: Sequence[torch.Tensor]) -> None:
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
+def move(
+    tensors: Sequence[torch.Tensor], allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Move `tensors` to memory that `allocate` gives (uint8), and return this. Those that share memory share it there,
+    too."""
+    moved: dict[int, torch.Tensor] = {}
+    views = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if (address := storage.data_ptr()) not in moved:
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            moved[address] = allocate((len(whole),), torch.uint8).copy_(whole)
+        view = torch.empty(0, dtype=tensor.dtype, device=moved[address].device)
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        views.append(view.set_(moved[address].untyped_storage(), *place))
+    for tensor, view in zip(tensors, views, strict=True):  # nothing has moved if there was too little memory
+        tensor.data = view
+    return list(moved.values())
+
+
 def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     """A digest that identifies weights without reading all of them: it covers each parameter's name, shape, dtype, and
     a few of its values. Parameters are read one by one, because those of packed weights are copies."""
