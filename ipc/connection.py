@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -445,6 +445,13 @@ class Connection:
     def open_calls(self) -> set[int]:
         """Ids of the calls without an answer."""
         return set(self._calls)
+
+    def unanswered(self) -> Iterator[tuple[int, str, list[Any], list[Array]]]:
+        """The id, method, arguments and arrays of each call without an answer."""
+        for call_id, one in self._calls.items():
+            pairs = zip(one.arrays, one.call.tensors, strict=True)
+            arrays = [Array(values, tensor.dtype) for values, tensor in pairs]
+            yield call_id, one.call.method, codec.decode_value(one.call.args, list), arrays
 
     @property
     def lost_since(self) -> float | None:

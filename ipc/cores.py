@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -34,14 +34,18 @@ logger = logging.getLogger(__name__)
 MOVE_SECONDS, MOVE_SECONDS_TCP = 0.1, 1.0
 # calls that any core can answer for all; the others go to each
 ONE_ANSWERS = frozenset({"ping", "check_request", "explain_model", "tokenizer_files", "scale"})
+JOIN_TRAINER = "init_weight_transfer_engine"
 
 
 @dataclass(slots=True)
 class _Asked:
-    """A call that was sent to several cores."""
+    """A call that was sent to all cores."""
 
     method: str
-    parts: dict[int, int]  # number of the core → id of its call
+    args: Sequence[Any]
+    arrays: Sequence[Array]
+    parts: dict[int, int] = field(default_factory=dict)  # number of a core that has not answered → id of its call
+    answers: dict[int, UtilityResult] = field(default_factory=dict)  # by the number of the core
 
 
 class Cores:
@@ -57,7 +61,11 @@ class Cores:
         self.outputs, self.results = first.outputs, first.results
         self._all = {first.number: first}
         self._leaving: set[int] = set()
-        self._asked: dict[int, _Asked] = {}
+        self._asked = {
+            call_id: _Asked(method, args, arrays, {first.number: call_id})
+            for call_id, method, args, arrays in first.unanswered()
+            if not _is_for_one(method, args)
+        }
         self._patience = MOVE_SECONDS if ipc_path(self._address) else MOVE_SECONDS_TCP
         self._sockets_before = 0  # of connections that were closed
         self._unseen = False  # changes since the caller has called `receive`
@@ -161,15 +169,14 @@ class Cores:
     def start_call(self, method: str, args: Sequence[Any], arrays: Sequence[Array] = ()) -> int:
         """As of a connection. The result is that of all cores together, see `_joined`."""
         present = {number: one for number, one in self._all.items() if number not in self._leaving and not one.error}
-        saves = method == "collective_rpc" and "save_sharded_state" in args[:1]
-        if method in ONE_ANSWERS or saves or not present:
+        if _is_for_one(method, args) or not present:
             ready = (one for one in present.values() if one.ready_at is not None)
             any_one = next(ready, next(iter(present.values()), self._first))
             return any_one.start_call(method, args, arrays)
-        asked, joins = _Asked(method, {}), method == "init_weight_transfer_engine"
-        ranks = self.config.parallel_config.num_ranks
+        asked, own = _Asked(method, args, arrays), args
         for number, one in present.items():
-            own = _placed(args, number, 1 + max(present), ranks) if joins else args
+            if method == JOIN_TRAINER:
+                own = _placed(args, number, 1 + max(present), self.config.parallel_config.num_ranks)
             asked.parts[number] = one.start_call(method, own, arrays)
         call_id = next(self._first.call_ids)
         self._asked[call_id] = asked
@@ -207,7 +214,10 @@ class Cores:
                 continue
             where = {core.number: core.place for core in told} or {one.number: ""}
             for number in where.keys() - self._all.keys():
-                self._all[number] = self._first.beside(number, address_at(self._address, where[number]))
+                self._all[number] = new = self._first.beside(number, address_at(self._address, where[number]))
+                for asked in self._asked.values():  # calls that the other cores have not all answered yet
+                    if asked.method != JOIN_TRAINER:  # its group has no place for a further core
+                        asked.parts[number] = new.start_call(asked.method, asked.args, asked.arrays)
             if one.number in where:  # else it has just started, or it leaves; others know more
                 self._leaving = self._all.keys() - where.keys()
             followed = True
@@ -252,9 +262,11 @@ class Cores:
     def _join(self) -> None:
         """Make one result of the results of all cores."""
         for call_id, asked in list(self._asked.items()):
-            if all(part in self.results for part in asked.parts.values()):
+            for number in [number for number, part in asked.parts.items() if part in self.results]:
+                asked.answers[number] = self.results.pop(asked.parts.pop(number))
+            if not asked.parts:
                 del self._asked[call_id]
-                answers = [self.results.pop(part) for part in asked.parts.values()]
+                answers = [asked.answers[number] for number in sorted(asked.answers)]
                 failed = next((answer for answer in answers if answer.error), None)
                 values = [decode_value(answer.result) for answer in answers if not answer.error]
                 joined = _joined(asked.method, values) if values and not failed else None
@@ -267,6 +279,10 @@ class Cores:
         for one in self._all.values():
             one.leave()
         self._first.end_core()
+
+
+def _is_for_one(method: str, args: Sequence[Any]) -> bool:
+    return method in ONE_ANSWERS or (method == "collective_rpc" and "save_sharded_state" in args[:1])
 
 
 def _joined(method: str, values: list[Any]) -> Any:

@@ -11,6 +11,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,7 @@ class ScriptedCore(StandInCore):
         self._moved = MovedRequests(over)
         self._sessions: dict[int, bytes] = {}
         self._order = HARMLESS
+        self._gate = Future[Any]()
         self._steps = 0
         self._draining = False
 
@@ -132,7 +134,7 @@ class ScriptedCore(StandInCore):
             self.paused.set()
         self.model = msgspec.structs.replace(self.model, weights_lost=state.weights_version is not None)
 
-    def call(self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Iterable[Any] = ()) -> msgspec.Raw:
+    def call(self, method: str, args: msgspec.Raw, frontend: int = 0, arrays: Iterable[Any] = ()) -> Any:
         if method == "die_in_step":
             (self._order,) = decode_value(args)
         elif method == "die_now":
@@ -147,6 +149,10 @@ class ScriptedCore(StandInCore):
             self.model = msgspec.structs.replace(self.model, weights_lost=False)
             self.on_state(DesiredState(weights_version="sent"))
             self.on_model(self.model)
+        elif method == "wait":  # until any frontend calls "go_on"
+            return self._gate
+        elif method == "go_on":
+            self._gate.set_result([4])
         elif method == "scale":
             self.on_state(DesiredState(num_cores=decode_value(args)[0]))
         elif method == "suspects":

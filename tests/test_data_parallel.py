@@ -721,6 +721,24 @@ def test_a_call_goes_to_cores_that_have_joined_while_nothing_was_read(start: Cal
     assert asyncio.run(call_at_once()) == [4] * (count + 1)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_call_goes_to_cores_that_join_before_it_is_answered(start: Callable[..., Group], count: int) -> None:
+    one = start(count)
+    other = SyncClient(connect(one.owner))
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(one.client.call, "wait", timeout=GUARD)
+        other.call("scale", count + 1)
+        for client in (one.client, other):  # each gets to know of the core in its own time
+            assert eventually(lambda client=client: client.call("check_request", 0) and knows(client, count), GUARD)
+        other.call("go_on")
+        assert asked.result() == [4] * (count + 1)
+    other.close()
+
+
+def knows(client: SyncClient, number: int) -> bool:
+    return isinstance(client._connection, Cores) and number in client._connection._all
+
+
 def test_a_rank_chooses_the_core(start: Callable[..., Group]) -> None:
     one = start(2)
     for handle in range(6):
