@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 
 from ...ipc.errors import ConnectError, NotSupportedError
+from ...ipc.transport import address_towards
 
 TIMEOUT = timedelta(minutes=5)  # longest wait for the other ranks to join, and for one tensor
 POLL_SECONDS = 0.0005  # interval at which a broadcast's end is looked for
@@ -107,15 +108,7 @@ def _connect(address: str, port: int, rank: int, world_size: int) -> Any:
     )
     options = c10d.ProcessGroupGloo._Options()
     # gloo would take an address by this machine's name, which another one may not reach.
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=_address_towards(address, port))]
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=address_towards(address))]
     options._timeout = TIMEOUT
     named = c10d.PrefixStore("mainspring weights", store)
     return c10d.ProcessGroupGloo(named, rank, world_size, options)
-
-
-def _address_towards(address: str, port: int) -> str:
-    """This machine's address on the way to another one; a datagram socket sends nothing when it connects."""
-    family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
