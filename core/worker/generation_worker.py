@@ -302,17 +302,16 @@ class GenerationWorker(LocalWorker):
             self._runner = self._drafter = None
         if self._loras is not None:
             self._loras.forget()
-        models = self._models
         if level == 2 and not self._dropped:
             self._dropped, self._on_host = True, []
-            for model in models:
+            for model in self._models:
                 if model.whole is not None:
                     model.whole.decoder.give_back()
                 empty(tensors_of(model.model))
                 if model.streamed is not None:
                     model.streamed.sleep(drop=True)
         elif self._copies.asynchronous and not (self._on_host or self._dropped):
-            self._on_host = move([x for model in models for x in _resident(model)], self._copies.host_blocks)
+            self._on_host = move([x for model in self._models for x in _resident(model)], self._copies.host_blocks)
             if self._model.streamed is not None:
                 self._model.streamed.sleep()
         self._collect()

@@ -456,9 +456,8 @@ def move(
         if (address := storage.data_ptr()) not in moved:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             moved[address] = allocate((len(whole),), torch.uint8).copy_(whole)
-        view = torch.empty(0, dtype=tensor.dtype, device=moved[address].device)
-        place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        views.append(view.set_(moved[address].untyped_storage(), *place))
+        memory = moved[address].view(tensor.dtype)
+        views.append(memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
     for tensor, view in zip(tensors, views, strict=True):  # nothing has moved if there was too little memory
         tensor.data = view
     return list(moved.values())
