@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-LIMIT = 51_100
+LIMIT = 51_350
 ROOT = Path(__file__).resolve().parent.parent
 
 
