@@ -42,7 +42,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,8 +70,8 @@ class Form(ABC):
 
     method: str  # the config's quant_method
     marks: tuple[str, ...]  # ends of names, after the layer's path: a layer that has such a tensor is quantized,
-    needs: tuple[str, ...]  # and has these
-    may_have: tuple[str, ...] = ()
+    needs: ClassVar[tuple[str, ...]]  # and has these
+    may_have: ClassVar[tuple[str, ...]] = ()
     before_end, plain_end = ".", ".weight"  # between path and end, and after the path in the plain weight's name
     stacked = False  # tensors are those of experts, which the model has as ``[experts, in, out]``
 
@@ -295,8 +295,8 @@ class CompressedTensors(IntegerForm):
 
     method = "compressed-tensors"
     marks = ("weight_scale",)
-    needs = ()
-    may_have = (
+    needs: ClassVar[tuple[str, ...]] = ()
+    may_have: ClassVar[tuple[str, ...]] = (
         "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx", "weight", "weight_global_scale",
         "input_scale", "input_global_scale",
     )  # fmt: skip
@@ -305,10 +305,10 @@ class CompressedTensors(IntegerForm):
         if "weight_packed" not in parts and "weight" not in parts:
             return "a weight_scale, but neither weight nor weight_packed"
         if (packed := self._fp4(parts)) is not None:
-            shape, groups = list(packed.shape), parts["weight_scale"].shape
-            if len(shape) == len(groups) == 2 and shape[0] == groups[0] and 2 * shape[1] % groups[1] == 0:
+            shape, of_scales = list(packed.shape), list(parts["weight_scale"].shape)
+            if len(shape) == len(of_scales) == 2 and shape[0] == of_scales[0] and 2 * shape[1] % of_scales[1] == 0:
                 return None
-            return f"FP4 numbers and scales of {shape} and {list(groups)}"
+            return f"FP4 numbers and scales of {shape} and {of_scales}"
         if not self._is_integer(parts):
             return fp8_misfit(parts["weight"], self._fp8_scales(parts), self.block)
         bits, (out, inputs) = self.bits_of(parts), self.shape(parts)
@@ -388,14 +388,10 @@ class ModelOpt(CompressedTensors):
     may_have = ("weight_scale_2", "input_scale")
 
     def _fp8_scales(self, parts: Parts) -> torch.Tensor:
-        scales = parts["weight_scale"]  # of rows [out]; or of blocks, [out / rows, 1, in / columns, 1]
-        return (
-            scales[:, None]
-            if scales.dim() == 1 < scales.numel()
-            else scales[:, 0, :, 0]
-            if scales.dim() == 4
-            else scales
-        )
+        scales = parts["weight_scale"]
+        if scales.dim() == 4:  # [out / rows, 1, in / columns, 1]
+            return scales[:, 0, :, 0]
+        return scales[:, None] if scales.dim() == 1 else scales
 
     def _outer_scale(self, parts: Parts) -> torch.Tensor | float:
         return parts["weight_scale_2"].float() if "weight_scale_2" in parts else 1
@@ -411,7 +407,7 @@ def form_of(config: Mapping[str, Any], name: str) -> Form:
     kind = str(config.get("checkpoint_format") or config.get("version") or config.get("format") or "").lower()
     others = {layer.get("bits", bits) for layer in (config.get("extra_config") or {}).values()}
     if method == "auto-round" and others <= {bits, 16}:  # 16: not quantized
-        method = AUTO_ROUND.get(config.get("packing_format"), method)
+        method = AUTO_ROUND.get(config.get("packing_format", ""), method)
     if method == "awq" and bits == 4 and kind in ("", "gemm"):
         return Awq()
     if method == "gptq" and bits in (4, 8) and kind in ("", "gptq", "gptq_v2") and not config.get("dynamic"):
