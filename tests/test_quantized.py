@@ -717,6 +717,9 @@ def test_modelopt_may_tell_of_its_form_in_a_file_of_its_own(native: NativeBacken
     (path / "hf_quant_config.json").write_text(json.dumps(told))
     with pytest.raises(UnsupportedModelError, match=r"quantized \(modelopt, w4a8_awq\)"):
         load(path, native)
+    told["quantization"]["quant_algo"] = None  # type: ignore[index]
+    (plain / "hf_quant_config.json").write_text(json.dumps(told))
+    assert not load(plain, native).is_quantized, "only the cache is"
 
 
 # ------------------------------------------------------------------ media

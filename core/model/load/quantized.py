@@ -55,7 +55,9 @@ def settle_quantization(
     own: Any = told[0].quantization_config if told else None
     offline = {"_raise_exceptions_for_connection_errors": False}
     if not told and (file := _optional_file(name, "hf_quant_config.json", revision, cache_dir, **offline)):
-        own = {"quant_method": "modelopt", **json.loads(Path(file).read_text())}
+        listed = json.loads(Path(file).read_text())
+        if listed["quantization"].get("quant_algo"):  # else only the cache is
+            own = {"quant_method": "modelopt", **listed}
     if own is None:
         if asked is not None and asked not in BITS:
             raise InvalidArgumentError(f"quantization is {asked!r}, but {name} is no checkpoint of that form")
