@@ -223,8 +223,10 @@ class LLMEngine(EngineMethods, EngineMembers, Frontend["CoreClient"]):
                 ready, self._ready = self._ready, []
                 ready += [state.output() for state in processed.changed]
                 with contextlib.suppress(EngineDeadError):  # the next step() raises it
-                    for message, rank in processed.adds:
-                        send_round(self.engine_core.add_request, message, rank)
+                    for message, source in processed.adds:
+                        send_round(self.engine_core.add_request, message, source.data_parallel_rank)
+                        if source.media is not None:
+                            self._media.deliver(source.media, source.data_parallel_rank or 0)
                 return self._validated(ready)
 
     def _validated(self, outputs: list[RequestOutput]) -> list[RequestOutput]:

@@ -133,6 +133,22 @@ def test_several_completions_and_beams_share_their_images(llava: Model) -> None:
         assert ids(run(engine, {"beam": prompt}, beam)["beam"]) == llava.tokens("cd:which one is the cat?", COUNT)
 
 
+def test_a_beam_search_goes_on_when_its_images_were_forgotten_between_two_rounds(
+    llava: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of(llava) as engine:
+        send = engine.engine_core.add_request
+
+        def forget_and_send(*args: Any, **options: Any) -> None:
+            engine.reset_encoder_cache()
+            send(*args, **options)
+
+        monkeypatch.setattr(engine.engine_core, "add_request", forget_and_send)
+        beam = BeamSearchParams(beam_width=1, max_tokens=COUNT, ignore_eos=True).sampling_params()
+        output = run(engine, {"beam": llava.prompt("c:what is it?")}, beam)["beam"]
+        assert ids(output) == llava.tokens("c:what is it?", COUNT)
+
+
 @pytest.mark.parametrize(
     ("data", "error", "words"),
     [

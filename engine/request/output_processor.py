@@ -25,7 +25,7 @@ class Processed(NamedTuple):
 
     changed: list[RequestState]  # requests with an output to show, which is made when it is taken
     aborts: list[int]  # handles for the core to abort
-    adds: list[tuple[AddRequest, int | None]]  # the next round of beam searches, and the core that gets it
+    adds: list[tuple[AddRequest, EngineCoreRequest]]  # the next round of beam searches, and their requests
 
 
 def send_round(send: Callable[..., object], message: AddRequest, rank: int | None) -> None:
@@ -139,7 +139,7 @@ class OutputProcessor:
 
     def _advance(self, touched: dict[Completion, Finished | None], now: float) -> Processed:
         aborts: list[int] = []
-        adds: list[tuple[AddRequest, int | None]] = []
+        adds: list[tuple[AddRequest, EngineCoreRequest]] = []
         changed: dict[RequestState, None] = {}
         for completion, ended in touched.items():
             request = completion.request
@@ -154,7 +154,7 @@ class OutputProcessor:
         for state in changed:
             if state.finished and (messages := state.next_round(self._handles)):
                 self._completions.update((completion.handle, completion) for completion in state.completions)
-                adds += ((message, state.source.data_parallel_rank) for message in messages)
+                adds += ((message, state.source) for message in messages)
         return Processed([state for state in changed if self._shows(state, now)], aborts, adds)
 
     def _take_experts(self, routed: Routed) -> None:

@@ -179,8 +179,8 @@ class OutputReader:
             if state.direct is None or not state.passes():
                 state.output_ready.set()
         self._rest()
-        for message, rank in processed.adds:
-            send_round(self._client.send_request, message, rank)
+        for message, source in processed.adds:
+            send_round(self._client.send_request, message, source.data_parallel_rank)
         if processed.aborts:
             with contextlib.suppress(EngineDeadError):  # these requests have ended here already
                 self._client.send_abort(processed.aborts)
