@@ -124,18 +124,21 @@ def _webp_size(data: bytes) -> tuple[int, int]:
 
 
 def decode_image(what: str, data: bytes, limits: Limits) -> Image.Image:
-    """The first frame of an image file, upright, in RGB.
+    """The first frame of an image file, upright, in RGB. What is transparent becomes white, as in vLLM.
 
     Raises:
         InvalidRequestError: another format, a damaged file, or one over a limit.
     """
-    from PIL import ImageOps
+    from PIL import Image, ImageOps
 
     with refusing(what):
         image = _open(what, data, IMAGE_FORMATS, limits)
         image.load()
         check_pixels(what, *image.size, limits)
-        return ImageOps.exif_transpose(image).convert("RGB")
+        image = ImageOps.exif_transpose(image)
+        if image.has_transparency_data:
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+        return image.convert("RGB")
 
 
 def decode_video(what: str, data: bytes, sample: Sampler, limits: Limits) -> Frames:

@@ -507,5 +507,9 @@ def test_transparent_and_rotated_images_are_upright_rgb() -> None:
     exif[0x0112] = 6  # turned by 90 degrees
     data = file_of(picture(0, 90, 60), "JPEG", exif=exif)
     assert decode_image("image 0", data, LIMITS).size == (60, 90)
-    data = file_of(Image.new("RGBA", (5, 5), (255, 0, 0, 0)))
-    assert decode_image("image 0", data, LIMITS).mode == "RGB"
+    clear = Image.new("RGBA", (2, 1), (255, 0, 0, 0))
+    clear.putpixel((1, 0), (10, 20, 30, 255))
+    for image in (clear, clear.quantize(), clear.convert("LA").convert("RGBA")):
+        (background, drawn) = np.asarray(decode_image("image 0", file_of(image), LIMITS))[0].tolist()
+        assert background == [255, 255, 255]
+        assert drawn == list(image.convert("RGB").getpixel((1, 0)))
