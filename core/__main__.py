@@ -50,6 +50,7 @@ from .batched_outputs import OutputBatcher
 if TYPE_CHECKING:
     from ..ipc.config import EngineConfig
     from .loop import EngineCore
+    from .worker.ranks import Ranks
 
 logger = logging.getLogger("mainspring.core")
 
@@ -113,35 +114,27 @@ def _load_and_serve(launch: CoreLaunch, report: Callable[[msgspec.Struct], None]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     sys.path += [folder for folder in launch.import_path if folder not in sys.path]
     _prefault(launch.config)
-    gc.disable()  # objects made by an import stay alive; collections would take a tenth of the import time
-    from ..kernels import host_memory  # imports torch, which takes seconds; the server listens meanwhile
-    from .loop import EngineCore
-    from .worker.make_worker import start_worker
-    from .worker.ranks import Death, Host
+    decisions, others = msgspec.msgpack.decode(launch.decisions), None
+    with contextlib.ExitStack() as on_error:
+        if launch.config.parallel_config.num_ranks > 1:
+            others = _start_ranks(launch, decisions, report)
+            on_error.callback(others.close, kill=True)
+        gc.disable()  # objects made by an import stay alive; collections would take a tenth of the import time
+        from ..kernels import host_memory  # imports torch, which takes seconds; the server listens meanwhile
+        from .loop import EngineCore
+        from .worker.make_worker import start_worker
 
-    def rank_died(death: Death) -> None:
-        if not death.serving:  # the main thread reports it, unless it waits for the dead rank
-            later = threading.Timer(STUCK_SECONDS, _end, (death.error, report))
-            later.daemon = True
-            return later.start()
-        with os.fdopen(os.dup(launch.crash_fd), "w") as file:
-            file.write(f"{death.text}\n{death.trace}\n")
-        if death.killed:  # end in the same way, because what comes from outside accuses no request
-            os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(1)
-
-    gc.freeze()
-    gc.enable()
-    decisions = msgspec.msgpack.decode(launch.decisions)
-    host = Host(launch.runtime_dir or None, launch.journal_fd, launch.crash_fd, rank_died)
-    core = EngineCore(
-        launch.config,
-        functools.partial(start_worker, decisions=decisions, host=host),
-        journal=journal,
-        suspects=launch.suspects,
-        quarantined=launch.quarantined,
-        over=launch.over,
-    )
+        gc.freeze()
+        gc.enable()
+        core = EngineCore(
+            launch.config,
+            functools.partial(start_worker, decisions=decisions, ranks=others),
+            journal=journal,
+            suspects=launch.suspects,
+            quarantined=launch.quarantined,
+            over=launch.over,
+        )
+        on_error.pop_all()
     # Free what loading left. Only the core process does so: in a user's process a collection may take long.
     gc.collect()
     prefault.drop()
@@ -174,6 +167,25 @@ def _load_and_serve(launch: CoreLaunch, report: Callable[[msgspec.Struct], None]
     server.stop("the daemon was stopped")
     core.close()
     return 0
+
+
+def _start_ranks(launch: CoreLaunch, decisions: Any, report: Callable[[msgspec.Struct], None]) -> Ranks:
+    """The further ranks of the core. They import torch while this process does."""
+    from .worker.ranks import Death, Host, Ranks
+
+    def rank_died(death: Death) -> None:
+        if not death.serving:  # the main thread reports it, unless it waits for the dead rank
+            later = threading.Timer(STUCK_SECONDS, _end, (death.error, report))
+            later.daemon = True
+            return later.start()
+        with os.fdopen(os.dup(launch.crash_fd), "w") as file:
+            file.write(f"{death.text}\n{death.trace}\n")
+        if death.killed:  # end in the same way, because what comes from outside accuses no request
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+
+    host = Host(launch.runtime_dir or None, launch.journal_fd, launch.crash_fd, rank_died)
+    return Ranks(launch.config, decisions, host)
 
 
 def _prefault(config: EngineConfig) -> None:

@@ -217,7 +217,7 @@ def replace_cores(folder: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("mainspring.ipc.supervisor.SETTLED_SECONDS", 0.0)  # no delays between restarts
 
 
-def start_worker(config: EngineConfig, decisions: Any = None, host: Any = None) -> _Worker:
+def start_worker(config: EngineConfig, decisions: Any = None, ranks: Any = None) -> _Worker:
     return _Worker(secrets.token_hex(4) if decisions is None else decisions)
 
 
@@ -225,7 +225,6 @@ def start_worker(config: EngineConfig, decisions: Any = None, host: Any = None) 
 REPLACED: dict[str, dict[str, Any]] = {
     "core.loop": {"EngineCore": ScriptedCore},
     "core.worker.make_worker": {"start_worker": start_worker},
-    "core.worker.ranks": {"Death": None, "Host": lambda *_: None},
     "kernels.host_memory": {"trim": lambda: None},
 }
 

@@ -656,7 +656,34 @@ def test_an_idle_rank_that_is_stopped_is_noticed_too(model: Path) -> None:
         assert tokens_of(engine) == before
 
 
-# ---------------------------------------------------------------------- starts that fail
+# ---------------------------------------------------------------------- starts
+
+
+WITHOUT_RANKS = """
+import sys
+from mainspring.core import __main__ as core
+from mainspring.core.worker import ranks
+from mainspring.ipc.errors import InvalidArgumentError
+
+def started(*_):
+    raise InvalidArgumentError(f"torch is imported: {'torch' in sys.modules}")
+
+ranks.Ranks = started
+sys.exit(core.main())
+"""
+
+
+@pytest.mark.slow
+def test_a_core_process_starts_the_other_ranks_before_it_imports_torch(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' -P '{tmp_path}/core.py'\n")
+    python.chmod(0o700)
+    (tmp_path / "core.py").write_text(WITHOUT_RANKS)
+    monkeypatch.setattr("mainspring.ipc.supervisor.sys.executable", str(python))
+    with pytest.raises(InvalidArgumentError, match=r"^torch is imported: False"):
+        engine_of(model, own_process=True)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import tiny
 from mainspring.benchmarks.architectures import build
-from mainspring.core.parallel.stages import number_of, rank_of
+from mainspring.core.parallel.numbering import number_of, rank_of
 from native_here import why_not
 from rank_pool import RankPool
 from stage_functions import generate, layouts, read, refusal

@@ -1,9 +1,4 @@
-"""Where a rank is in a pipeline, and how rows of hidden states get from stage to stage.
-
-`stages` times `tensor` processes are one core. Rank ``stage * tensor + index`` has part `index` of the layers of its
-stage. Processes are numbered in another order, because the one that leads, number 0, has the sampler and the user's
-functions, and must be of the last stage: it is the first rank there.
-"""
+"""Where a rank is in a pipeline, and how rows of hidden states get from stage to stage."""
 
 from __future__ import annotations
 
@@ -13,16 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from .group import RankGroup
-
-
-def rank_of(number: int, stages: int, tensor: int) -> int:
-    """The rank of process `number`."""
-    return (number - tensor) % (stages * tensor)
-
-
-def number_of(rank: int, stages: int, tensor: int) -> int:
-    """The process that has this rank."""
-    return (rank + tensor) % (stages * tensor)
+from .numbering import number_of, rank_of
 
 
 class Stages:

@@ -21,25 +21,26 @@ from .backends import pick_device
 from .generation_worker import GenerationWorker
 from .pooling_worker import PoolingWorker
 from .ranked_worker import RankedWorker
-from .ranks import Host, Ranks
+from .ranks import Ranks
 from .worker import Decisions, LocalWorker
 
 
 def start_worker(
     config: EngineConfig,
     decisions: Decisions | Mapping[str, Any] | None = None,
-    host: Host | None = None,
+    ranks: Ranks | None = None,
 ) -> Worker:
     """The worker for the checkpoint of `config`, which keeps its decisions of fusing for later starts. If several ranks
-    compute it, this process is the first, and starts the others.
+    compute it, this process is the first.
 
     Args:
         decisions: see `make_worker`.
+        ranks: the others; None: they are started here.
     """
     if config.parallel_config.num_ranks == 1:
         return make_worker(config, decisions, KeptDecisions())
     device = device_of(config, 0, config.parallel_config.num_local_ranks)
-    ranks = Ranks(config, decisions, host or Host())
+    ranks = ranks or Ranks(config, decisions)
     try:
         with ranks.explains():
             ranks.wait_loaded()

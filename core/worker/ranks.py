@@ -32,7 +32,7 @@ from ...ipc.keys import DEFAULT_KEY, config_folder, load_keypair
 from ...ipc.rank_gate import RankGate, RemoteRank
 from ...ipc.supervisor import CORE_ENVIRONMENT
 from ...ipc.transport import describe_exit, free_port, readable
-from ..parallel.stages import rank_of
+from ..parallel.numbering import rank_of
 from .rank_link import (
     FIRST_QUESTION,
     LOADED,
@@ -74,14 +74,14 @@ class Host(NamedTuple):
 
 
 class Ranks:
-    """The processes of ranks 1 and up. (In a pipeline the first process has another rank, see stages.py, and "rank" is
-    the number of a process here.)
+    """The processes of ranks 1 and up. (In a pipeline the first process has another rank, see numbering.py, and "rank"
+    is the number of a process here.)
 
     Args:
         decisions: those of the core before, as they are reported.
     """
 
-    def __init__(self, config: EngineConfig, decisions: Any, host: Host) -> None:
+    def __init__(self, config: EngineConfig, decisions: Any, host: Host = Host()) -> None:  # noqa: B008  # immutable
         parallel = config.parallel_config
         self.size = parallel.num_ranks
         stages = parallel.pipeline_parallel_size
@@ -119,20 +119,16 @@ class Ranks:
         self._closing = self._serving = False
         others = range(1, self.size)
         self._loaded, self._ready = self._expect(LOADED, others), self._expect(READY, others)
-        started: Future[None] = Future()
+        self._started: Future[None] = Future()
         # It lives as long as the ranks, which the kernel kills when the thread that started them ends.
-        self._thread = threading.Thread(target=self._run, args=(started,), name="mainspring-ranks", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="mainspring-ranks", daemon=True)
         self._thread.start()
-        try:
-            started.result()
-        except BaseException:
-            self.close()
-            raise
 
     # ------------------------------------------------------------------ the first rank asks
 
     def wait_loaded(self) -> None:
         """Wait until all ranks can come together. Raises the error of one that failed."""
+        self._started.result()
         for future in self._loaded.values():
             future.result()
 
@@ -212,7 +208,7 @@ class Ranks:
 
     # ------------------------------------------------------------------ the thread
 
-    def _run(self, started: Future[None]) -> None:
+    def _run(self) -> None:
         try:
             for rank in range(1, self._num_local):
                 self._start(rank)
@@ -224,9 +220,9 @@ class Ranks:
                 with contextlib.suppress(OSError):  # its end is noticed below
                     link.send(Kind.LAUNCH, msgspec.msgpack.encode(message))
         except BaseException as error:
-            started.set_exception(error)
+            self._started.set_exception(error)
         else:
-            started.set_result(None)
+            self._started.set_result(None)
             self._watch()
         for process in self._processes.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
