@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 import torch
 import transformers
@@ -140,11 +140,11 @@ def test_steps_that_preempt_requests_give_the_same_tokens(model: Model) -> None:
     """The pool holds a part of what the requests need, so some lose their blocks and catch up."""
     cases = [f"{name}:{LONG}{at}" for name in "abc" for at in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    with LLM(str(model.folder), num_gpu_blocks_override=14, enable_prefix_caching=False, **SIZES) as llm:
-        outputs = llm.generate([model.prompt(case) for case in cases], params, use_tqdm=False)
-        assert msgspec.convert(llm.llm_engine.engine_core.call("stats"), Stats).num_preemptions > 0
-    for case, output in zip(cases, outputs, strict=True):
-        assert ids(output) == model.tokens(case, 60), case
+    with engine_of(model, num_gpu_blocks_override=14, enable_prefix_caching=False) as engine:
+        found = run(engine, {case: model.prompt(case) for case in cases}, params)
+        assert msgspec.convert(engine.engine_core.call("stats"), Stats).num_preemptions > 0
+    for case in cases:
+        assert ids(found[case]) == model.tokens(case, 60), case
 
 
 def test_drawn_tokens_do_not_depend_on_other_requests_or_on_chunks(model: Model) -> None:
@@ -286,8 +286,8 @@ def test_a_core_of_its_own_that_dies_costs_no_request(model: Model) -> None:
             seen = engine.generate(model.prompt("a:first"), params, "first")
             for _ in range(3):
                 await anext(seen)
-            (core,) = (one for one in psutil.Process().children(recursive=True) if "mainspring.core" in one.cmdline())
-            os.kill(core.pid, signal.SIGKILL)
+            supervisor: Any = engine.engine_core._connection._core.supervisor  # type: ignore[union-attr]
+            os.kill(supervisor.core_pid, signal.SIGKILL)
             tokens: list[int] = []
             async for output in seen:
                 tokens = ids(output)
@@ -298,14 +298,19 @@ def test_a_core_of_its_own_that_dies_costs_no_request(model: Model) -> None:
     asyncio.run(asyncio.wait_for(test(), 300))
 
 
-def test_an_llm_takes_a_batch_and_searches_beams(model: Model) -> None:
-    with LLM(str(model.folder), **SIZES) as llm:
-        outputs = llm.generate([model.prompt(case) for case in CASES], GREEDY, use_tqdm=False)
-        assert [ids(output) for output in outputs] == [model.tokens(case) for case in CASES]
-        params = BeamSearchParams(beam_width=1, max_tokens=COUNT, ignore_eos=True)
-        (found,) = llm.beam_search([model.prompt("a:hello")], params)
-        asked = model.prompt_ids("a:hello")
-        assert found.sequences[0].tokens == [*asked, *model.tokens("a:hello")]
+@pytest.fixture(scope="module")
+def llm(model: Model) -> Iterator[LLM]:
+    with LLM(str(model.folder), **SIZES) as made:
+        yield made
+
+
+def test_an_llm_takes_a_batch_and_searches_beams(llm: LLM, model: Model) -> None:
+    outputs = llm.generate([model.prompt(case) for case in CASES], GREEDY, use_tqdm=False)
+    assert [ids(output) for output in outputs] == [model.tokens(case) for case in CASES]
+    params = BeamSearchParams(beam_width=1, max_tokens=COUNT, ignore_eos=True)
+    (found,) = llm.beam_search([model.prompt("a:hello")], params)
+    asked = model.prompt_ids("a:hello")
+    assert found.sequences[0].tokens == [*asked, *model.tokens("a:hello")]
 
 
 @pytest.mark.parametrize(
@@ -330,10 +335,9 @@ def test_an_item_whose_keys_are_wrong_is_refused(model: Model, monkeypatch: pyte
         assert "gives other logits" in str(output.outputs[0].error)
 
 
-def test_answers_in_a_form_are_checked_before_they_are_asked_for(model: Model) -> None:
+def test_answers_in_a_form_are_checked_before_they_are_asked_for(llm: LLM, model: Model) -> None:
     """The core is asked whether it can have requests of this form, without what the encoder reads."""
-    with LLM(str(model.folder), **SIZES) as llm:
-        form = StructuredOutputsParams(choice=["yes", "no"])
-        params = SamplingParams(temperature=0, max_tokens=8, structured_outputs=form)
-        found = llm.generate([model.prompt("a:"), model.prompt("b:")], params, use_tqdm=False)
+    form = StructuredOutputsParams(choice=["yes", "no"])
+    params = SamplingParams(temperature=0, max_tokens=8, structured_outputs=form)
+    found = llm.generate([model.prompt("a:"), model.prompt("b:")], params, use_tqdm=False)
     assert {one.outputs[0].text for one in found} <= {"yes", "no"}
