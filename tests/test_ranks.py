@@ -460,17 +460,19 @@ def test_ranks_that_run_layer_by_layer_wake_with_the_weights_they_had(
 @pytest.mark.slow
 @pytest.mark.parametrize("cores", [1, 2])
 def test_a_trainer_may_count_the_ranks_or_the_cores(model: Path, tmp_path: Path, cores: int) -> None:
-    other = tiny.make("llama", tmp_path / "other", seed=3)
-    trained = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
-    with plain.make_engine(other, skip_tokenizer_init=True, max_model_len=128) as engine:
-        expected = tokens_of(engine)
-    for world_size in (1 + cores, 1 + 2 * cores):
-        with engine_of(model, cores > 1, data_parallel_size=cores, max_model_len=128) as engine:
+    other, expected = tiny.make("llama", tmp_path / "other", seed=3), {}
+    for folder in (other, model):
+        with plain.make_engine(folder, skip_tokenizer_init=True, max_model_len=128) as engine:
+            expected[folder] = tokens_of(engine)
+    assert expected[other] != expected[model]
+    with engine_of(model, cores > 1, data_parallel_size=cores, max_model_len=128) as engine:
+        for world_size, folder in ((1 + cores, other), (1 + 2 * cores, model)):
+            source = ModuleSource(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
             place = NCCLTrainerInitInfo("127.0.0.1", get_open_port(), world_size=world_size, rank=0)
-            source = ModuleSource(trained)
             WeightTransferTrainerFactory.trainer_init(place, client=engine, source=source).send_weights()
             for core in range(cores):
-                assert tokens_of(engine, **({"data_parallel_rank": core} if cores > 1 else {})) == expected
+                found = tokens_of(engine, **({"data_parallel_rank": core} if cores > 1 else {}))
+                assert found == expected[folder]
 
 
 def test_answers_of_ranks_come_together_or_not_at_all() -> None:
