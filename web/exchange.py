@@ -119,9 +119,9 @@ class Events:
         self.events, self.last, self.failed = events, last, failed or event
 
 
-def answer(value: Any, status: int = 200) -> Answer:
+def answer(value: Any) -> Answer:
     """A value as JSON."""
-    return Answer(json_of(value), status)
+    return Answer(json_of(value))
 
 
 def event(value: Any, name: str = "") -> bytes:
