@@ -30,6 +30,14 @@ def _chat(t: Any, tokenize: bool) -> Any:
     return t.apply_chat_template(CHAT, tools=[{"name": "tool"}], chat_template=TEMPLATE, tokenize=tokenize)
 
 
+def _sees_variables(t: Any) -> bool:
+    before, t.template_variables = t.template_variables, {"x": "a", "y": "b"}
+    try:
+        return str(t.apply_chat_template(CHAT, chat_template="{{ x }}{{ y }}", tokenize=False, y="c")) == "ac"
+    finally:
+        t.template_variables = before
+
+
 def _settable(name: str, value: Any) -> Callable[[Any], bool]:
     def test(t: Any) -> bool:
         before = getattr(t, name)
@@ -101,6 +109,9 @@ tokenizer_row(
 )
 tokenizer_row(
     "chat_template", lambda t: t.get_chat_template() == t.chat_template, "The template, several by name, or None."
+)
+tokenizer_row(
+    "template_variables", _sees_variables, "What chat templates see where `apply_chat_template` gets no other value."
 )
 tokenizer_row(
     "model_max_length", _settable("model_max_length", 77), "The most tokens that truncation keeps by default."
