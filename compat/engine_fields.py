@@ -159,7 +159,11 @@ VALUES: dict[str, dict[Any, Any]] = {
     "distributed_executor_backend": {None: "uni"},
     "seed": {None: 0},
     "generation_config": {"vllm": "none"},
-    "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},
+    "quantization": {
+        "awq_marlin": "awq",
+        "gptq_marlin": "gptq",
+        **dict.fromkeys(("modelopt_fp4", "modelopt_mxfp8"), "modelopt"),
+    },
     "task": {None: "auto"},
 }
 # field that ours has too → vLLM's short flag
