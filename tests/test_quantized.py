@@ -703,6 +703,12 @@ def test_exponents_of_compressed_tensors_scale_fp8(native: NativeBackend, tmp_pa
     assert torch.equal(*logits)
 
 
+def test_groups_of_integers_say_nothing_about_blocks_of_fp8() -> None:
+    integers, floats = {"type": "int", "num_bits": 8, "group_size": 32}, {"type": "float", "num_bits": 8}
+    parts = {"a": {"weights": integers}, "b": {"weights": {**floats, "block_structure": [64, 64]}}}
+    assert form_of({**COMPRESSED, "config_groups": parts}, "x") == CompressedTensors((64, 64))
+
+
 @needs_native
 def test_modelopt_may_tell_of_its_form_in_a_file_of_its_own(native: NativeBackend, tmp_path: Path) -> None:
     path, plain, _ = make_quantized(tmp_path, partial(fp4_of, maker="modelopt"), MODELOPT)

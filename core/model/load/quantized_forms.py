@@ -434,7 +434,8 @@ def _compressed(config: Mapping[str, Any]) -> CompressedTensors | None:
     groups = [group.get("weights") or {} for group in config.get("config_groups", {}).values()]
     kinds = {(group.get("type", "int"), group.get("num_bits", 8)) for group in groups}
     blocks = {tuple(group["block_structure"]) for group in groups if group.get("block_structure")}
-    blocks |= {(1, group["group_size"]) for group in groups if group.get("num_bits") == 8 and group.get("group_size")}
+    of_fp8 = [group for group in groups if (group.get("type"), group.get("num_bits")) == ("float", 8)]
+    blocks |= {(1, group["group_size"]) for group in of_fp8 if group.get("group_size")}
     blocks = blocks or {FP8_BLOCK}
     sparse = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
     known = {("int", 4), ("int", 8), ("float", 4), ("float", 8)}
