@@ -91,8 +91,10 @@ def render_chat(
 
 
 def check_template(template: str) -> None:
-    """Raises:
-    InvalidArgumentError: a chat template has an error in its syntax.
+    """Check the syntax of a chat template.
+
+    Raises:
+        InvalidArgumentError: it has an error.
     """
     import jinja2
 

@@ -41,7 +41,7 @@ def settle_quantization(
     asked: str | None, config: PreTrainedConfig, name: str, backend: Backend, revision: str, cache_dir: str | None
 ) -> Form | None:
     """The form of the checkpoint's quantized weights; None: it is a plain one. Its own `config`, or the part of it that
-    is about the language model, loses the word of it. Older checkpoints of ModelOpt have a file of its own for it.
+    is about the language model, loses the word of it. Older checkpoints of ModelOpt say it in hf_quant_config.json.
 
     Raises:
         InvalidArgumentError: the checkpoint, or the backend, can't be had as `asked`.

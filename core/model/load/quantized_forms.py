@@ -58,8 +58,9 @@ SUPPORTED = (
     "gpt-oss, FP8's, compressed-tensors' (integers of 4 or 8 bits, FP8, FP4) and ModelOpt's (FP8, FP4)"
 )
 FP8_BLOCK = (128, 128)  # rows and columns, where the config does not say
-MX_GROUP = 32
-AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}  # how it packs
+MX_GROUP = 32  # inputs that share a scale in MXFP8
+AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}  # by packing_format
+# the values of ModelOpt's quant_algo that only round weights to FP8 or FP4
 MODELOPT = ("fp8", "fp8_per_channel_per_token", "fp8_pb_wo", "mxfp8", "nvfp4", "w4a16_nvfp4", "mixed_precision")
 
 Parts = Mapping[str, torch.Tensor]  # the tensors of a linear layer by the end of their names
